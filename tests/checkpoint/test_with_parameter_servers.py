@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from waiting import wait_until
 
 import stratagem as sg
+from stratagem._checkpoint.server_files import ServerFiles
 
 
 def train(directory: Path, steps: int, *, servers: int, shards: int) -> tuple[int, list[Any]]:
@@ -67,3 +71,43 @@ def test_from_servers_to_one_device(tmp_path: Path) -> None:
     assert torch.equal(model[0].weight, state[0])
     assert torch.equal(optimizer.state[model[0].weight]["sum"], state[3])
     assert torch.equal(total.read_value(), state[-1])
+
+
+def test_two_managers_save_the_same_servers_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server has one cut at a time: the save of the second manager used to end that of the first, and both failed."""
+    may_write, written = threading.Event(), ServerFiles.write
+
+    def held(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return written(*args)
+
+    monkeypatch.setattr(ServerFiles, "write", held)
+    with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
+        with (
+            sg.ParameterServerStrategy(cluster.resolver) as strategy,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            with strategy.scope():
+                model = nn.Linear(3, 2)
+            checkpoint = sg.Checkpoint(model=model)
+            with (
+                sg.CheckpointManager(checkpoint, tmp_path / "a", every_steps=1) as first,
+                sg.CheckpointManager(checkpoint, tmp_path / "b", every_steps=1) as second,
+            ):
+                saves = [first.save(1)]
+                assert second.step(1) is None  # it never waits
+                waiting = pool.submit(second.save, 2)
+                wait_until(lambda: strategy._variables.client.replacement.turn.is_wanted)
+                assert not saves[0].done
+                may_write.set()
+                saves.append(waiting.result(60))
+                single = pool.submit(checkpoint.save, tmp_path / "single")
+                checkpoint.restore(saves[0].wait(60).path)  # a restore waits, too
+                single.result(60)
+                assert [one.wait(60).step for one in saves] == [1, 2]
+                assert second.step(3) is not None
+            for path in (*tmp_path.glob("*/step_*"), tmp_path / "single"):
+                sg.Checkpoint(model=nn.Linear(3, 2)).restore(path)
+            assert len(list(tmp_path.glob("*/step_*"))) == 3

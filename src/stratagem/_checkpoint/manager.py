@@ -34,7 +34,7 @@ from stratagem._checkpoint.manager_arguments import (
 from stratagem._checkpoint.manifest import NAME
 from stratagem._checkpoint.newest_checkpoint import restore_newest
 from stratagem._checkpoint.retention import Best, Due, to_delete
-from stratagem._checkpoint.rewinding import RecoveryPoints, drain
+from stratagem._checkpoint.rewinding import RecoveryPoints, drain, servers_are_busy
 from stratagem._checkpoint.save_handle import SAVE_LIMIT_S, SaveHandle
 from stratagem._checkpoint.server_group import ServerLostInSave
 from stratagem._checkpoint.sigterm import EXIT_CODE, SigtermNote
@@ -151,8 +151,7 @@ class CheckpointManager(Owner):
             _log.warning("removed %d unfinished checkpoint(s) from %s", len(left), path)
         found = self._directory.scan()
         self._serial = max((one.manifest.serial for one in found), default=0)
-        # Saving beside an earlier run's checkpoints without having restored one would, step by step,
-        # replace them.
+        # Saving beside an earlier run's checkpoints without having restored one would replace them.
         self._found_steps = [one.step for one in found] + [0] * len(self._directory.damaged)
         self._continues = not self._found_steps
         self._damaged: set[str] = set()
@@ -195,7 +194,7 @@ class CheckpointManager(Owner):
     def step(self, step: int, metrics: Mapping[str, float] = _NO_METRICS) -> SaveHandle | None:
         """Save if a save is due. Call this after every step; it never waits for the disk.
 
-        If a save is due while another one is running, a later call makes it.
+        If a save is due while another one (also of another manager) is running, a later call makes it.
 
         Args:
             step: how many steps have been made.
@@ -223,6 +222,8 @@ class CheckpointManager(Owner):
             return None
         is_due |= self._saves_soon and self._due.is_ever
         if not is_due or self._is_behind or (self._rewinds and self._points.is_mixed):
+            return None
+        if servers_are_busy(self._checkpoint._objects):  # with a save of another manager
             return None
         return self.save(step, metrics)
 

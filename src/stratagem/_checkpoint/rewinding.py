@@ -37,6 +37,13 @@ def drain(objects: Mapping[str, Any]) -> None:
             strategy._cluster_coordinator.join()
 
 
+def servers_are_busy(objects: Mapping[str, Any]) -> bool:
+    """Return whether another save or a restore uses the servers of these objects; it then hurries."""
+    strategies = strategies_of([value for _, value in live_in(dict(objects))])
+    turns = [one._variables.client.replacement.turn for one in strategies]
+    return any(turn.is_taken() for turn in turns)
+
+
 @final
 class RecoveryPoints:
     """The checkpoints that lost parameter servers are restored from, and the servers restored so far.

@@ -25,7 +25,7 @@ from stratagem._core.variables import Variable
 from stratagem._owner import Owner
 from stratagem._ps.client.remote_storage import RemoteStorage
 from stratagem._ps.client.server_connection import ServerConnection
-from stratagem._ps.client.transfers import Urgent, always, follow
+from stratagem._ps.client.transfers import TransferTurn, Urgent, always, follow
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
 from stratagem._ps.placement import Description
 from stratagem._ps.tables.sharded_variable import ShardedVariable
@@ -131,6 +131,12 @@ class ServerGroup(Owner):
         self.variables = strategy._variables
         self._strategy = strategy
         self.connections: dict[int, ServerConnection] = {}
+        self._turn: TransferTurn | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if another save or restore waits for this one."""
+        return self._turn is not None and self._turn.is_wanted
 
     @property
     def optimizers(self) -> Any:
@@ -174,7 +180,10 @@ class ServerGroup(Owner):
             self.variables.is_frozen = False
 
     def prepare(self, directory: Path, probe: str, *, restoring: bool = False) -> str:
-        """Send what was changed here; connect; return why a server cannot use the directory, or ""."""
+        """Wait for other saves; send what was changed here; connect; return why a server cannot use the directory, or ""."""
+        turn = self.variables.client.replacement.turn
+        turn.take()
+        self._turn = turn
         client, replacement = self.variables.client, self.variables.client.replacement
         is_known = str(directory) in replacement.checked_directories
         try:
@@ -237,7 +246,7 @@ class ServerGroup(Owner):
         urgent: Urgent = always,
     ) -> messages.Transfer:
         """Wait until a server has written or read its rows; return its report (see `follow`)."""
-        return follow(self.connections[server], progress, urgent=urgent)
+        return follow(self.connections[server], progress, urgent=lambda: urgent() or self.is_wanted)
 
     def keep(self, server: int) -> None:
         """Keep a connection on which nothing is under way for the next save."""
@@ -245,9 +254,12 @@ class ServerGroup(Owner):
 
     @override
     def close(self) -> None:
-        """Close the connections. May be called again."""
+        """Close the connections, and let the next save or restore begin. May be called again."""
         while self.connections:
             self.connections.popitem()[1].close()
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.give_back()
 
 
 def strategies_of(values: Sequence[Any]) -> list[Any]:

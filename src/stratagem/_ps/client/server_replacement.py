@@ -15,6 +15,7 @@ from stratagem._ps.client.mapping import Mappings, ShardLocation
 from stratagem._ps.client.server_connection import Membership, ServerConnection
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.shard_holders import ShardHolders
+from stratagem._ps.client.transfers import TransferTurn
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
@@ -49,6 +50,8 @@ class ServerReplacement:
         self._spare_lock = (
             threading.Lock()
         )  # a save and the end of the client are different threads
+        self.turn = TransferTurn()
+        """Of saves and restores of these servers; a lost server is restored out of turn."""
         self.checked_directories: set[str] = set()
         """Directories of checkpoints that all servers may use."""
         self._fences: dict[str, int] = {}

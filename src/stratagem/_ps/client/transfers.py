@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, final
 
 from stratagem import config
 from stratagem._ps.client.server_connection import ServerConnection
@@ -20,6 +21,46 @@ _LONGEST_POLL_S: Final = 0.05
 
 SAVE_STALL_S: Final = 3600.0
 """How long a server that writes a checkpoint may write no data: flushing 100 GB to a slow network disk takes that long."""
+
+
+@final
+class TransferTurn:
+    """The right to save to or restore from the servers of a strategy: a server has one cut, and one transfer, at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_wanted = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if another save or restore waits for the one that has the turn."""
+        return self._is_wanted
+
+    def is_taken(self) -> bool:
+        """Return whether a save or restore has the turn; it then hurries."""
+        self._is_wanted = taken = self._lock.locked()
+        return taken
+
+    def take(self) -> None:
+        """Wait for the turn. Another thread may give it back.
+
+        Raises:
+            CheckpointError: the one before has not ended within an hour.
+        """
+        if self._lock.acquire(blocking=False):
+            return
+        self._is_wanted = True
+        if not self._lock.acquire(timeout=SAVE_STALL_S):
+            raise CheckpointError(
+                f"another save or restore of the same parameter servers has not ended within {SAVE_STALL_S:g} s: its disk "
+                "does not answer. Repair the disk and try again."
+            )
+        self._is_wanted = False
+
+    def give_back(self) -> None:
+        """Let the next save or restore begin."""
+        self._is_wanted = False
+        self._lock.release()
 
 
 def read_stall_s() -> float:

@@ -1,8 +1,15 @@
 """Code is read alike on every version of Python: joined instructions, comprehensions put into functions (3.12 and later)."""
 
+import dis
+import logging
+
+import pytest
 import torch
 
-from stratagem._core.instructions import instructions_of
+import stratagem as sg
+from stratagem._core import instructions
+from stratagem._core.instructions import KNOWN, instructions_of
+from stratagem._core.statements import statements_of
 from stratagem._core.step_code import changes_in
 
 
@@ -44,6 +51,34 @@ class Counts:
         a, b = x, y
         self.shadow.mul_(0.9).add_(a, alpha=0.1)
         torch.add(x, b, out=self.result)
+
+    def in_blocks(self, xs):
+        with torch.no_grad():
+            for x in xs:
+                try:
+                    self.counts["n"] += 1
+                except KeyError as error:
+                    self.failed = str(error)
+        self.steps += 1
+
+    def handled(self, xs):
+        for x in xs:
+            try:
+                x.read()
+            except KeyError:
+                self.failures += 1
+        try:
+            xs.close()
+        except KeyError:
+            self.last += 1
+        self.steps += 1
+
+    def swapped(self):
+        self.first, self.second = self.second, self.first
+
+    def replaced(self, xs):
+        self.shadow = [0.9 * old + x for old, x in zip(self.shadow, xs)]
+        self.nested[0]["k"] += 1
 
 
 def numbers_of(function):
@@ -98,3 +133,74 @@ def test_a_function_with_many_constants_is_read():
     held = {}
     exec(source, held)
     assert changes_in(held["step"].__code__).items == {("", "n"): {"moves"}}
+
+
+def test_blocks_end_no_value():
+    """The iterator of a loop and the manager of a ``with`` are part of no other statement."""
+    found = changes_in(Counts.in_blocks.__code__)
+    assert found.items == {(".counts", "n"): {"adds"}}  # in a loop
+    assert found.numbers == {".steps": {"moves"}}
+
+
+def test_a_handler_of_exceptions_is_in_the_loop_of_its_try():
+    """From Python 3.12, handlers lie at the end of the code, and jump back from there."""
+    assert numbers_of(Counts.handled) == {
+        ".failures": {"adds"},
+        ".last": {"moves"},
+        ".steps": {"moves"},
+    }
+
+
+def test_values_that_wait_for_their_store_are_read_before_it():
+    assert changes_in(Counts.swapped.__code__).carried == {".first", ".second"}
+
+
+def test_a_list_replaced_by_a_comprehension_over_it_is_computed_from_itself():
+    found = changes_in(Counts.replaced.__code__)
+    assert found.tensors[".shadow"] == {"moves", "binds"}
+    assert found.items == {(".nested", "k"): {"moves"}}
+
+
+def test_a_store_has_the_value_and_the_place():
+    store = statements_of(Counts.after_loop.__code__)[-2].root
+    assert (store.opname, store.argval) == ("STORE_ATTR", "ready")
+    value, place = store.parts
+    assert (value.argval, [one.argval for one in value.parts]) == ("+", ["ready", 1])
+    assert place.argval == "self"
+
+
+def test_every_instruction_of_this_python_is_known():
+    """Apart from those that only the interpreter, or its compiler, uses."""
+    internal = {"ENTER_EXECUTOR", "EXIT_INIT_CHECK", "INTERPRETER_EXIT", "RESERVED"}
+    names = {
+        name for name, number in dis.opmap.items() if number < 256 and "INSTRUMENTED" not in name
+    }
+    assert names - KNOWN <= internal
+
+
+@pytest.fixture
+def unknown_operator(monkeypatch):
+    """A version of Python with another instruction for operators."""
+    monkeypatch.setattr(instructions, "KNOWN", KNOWN - {"BINARY_OP"})
+    for cached in (instructions_of, changes_in):
+        cached.cache_clear()
+    yield
+    for cached in (instructions_of, changes_in):
+        cached.cache_clear()
+
+
+def test_what_unknown_instructions_change_is_shared_and_named_in_the_log(unknown_operator, caplog):
+    held = {"n": 0}
+
+    def step(x):
+        held["n"] += 1
+        return x.sum()
+
+    with caplog.at_level(logging.WARNING, logger="stratagem"):
+        with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+            for _ in range(4):
+                strategy.run(step, args=(sg.PerReplica([torch.ones(1), torch.ones(1)]),))
+    assert held["n"] == 8
+    said = [one.getMessage() for one in caplog.records if "BINARY_OP" in one.getMessage()]
+    assert [one for one in said if "step (" in one and "merge_call" in one]
+    assert len(said) == len(set(said))

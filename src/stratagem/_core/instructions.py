@@ -1,7 +1,6 @@
 """Python bytecode in one form for all versions: that of Python 3.11, without helper instructions.
 
-`step_code` reads code. From version to version, CPython joins two instructions to one, splits
-others, gives them other names, and (from 3.12) puts list, set and dict comprehensions into the function around them.
+From version to version, CPython joins two instructions to one, splits others, and gives them other names.
 """
 
 from __future__ import annotations
@@ -11,27 +10,49 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
-
-_log = logging.getLogger("stratagem.core")
-
-GLOBALS: Final = ("LOAD_GLOBAL", "LOAD_NAME")
-
-_NEWEST: Final = (3, 14)
-"""The newest version of Python with which this was tried."""
 
 _SKIPPED: Final = frozenset(
     {
-        "CACHE", "COPY_FREE_VARS", "END_FOR", "EXTENDED_ARG", "MAKE_CELL", "NOP", "NOT_TAKEN", "POP_ITER", "RESUME",
-        "TO_BOOL",
+        "CACHE", "COPY_FREE_VARS", "END_FOR", "END_SEND", "EXTENDED_ARG", "MAKE_CELL", "NOP", "NOT_TAKEN", "POP_ITER",
+        "PRECALL", "RESUME", "SETUP_ANNOTATIONS", "TO_BOOL",
     }
 )  # fmt: skip
+KNOWN: Final = _SKIPPED.union(
+    """
+    ASYNC_GEN_WRAP BEFORE_ASYNC_WITH BEFORE_WITH BINARY_OP BINARY_SLICE BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_LIST
+    BUILD_MAP BUILD_SET BUILD_SLICE BUILD_STRING BUILD_TUPLE CALL CALL_FUNCTION_EX CALL_INTRINSIC_1 CALL_INTRINSIC_2
+    CALL_KW CHECK_EG_MATCH CHECK_EXC_MATCH CLEANUP_THROW COMPARE_OP CONTAINS_OP CONVERT_VALUE COPY DELETE_ATTR
+    DELETE_DEREF DELETE_FAST DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR DICT_MERGE DICT_UPDATE END_ASYNC_FOR FORMAT_SIMPLE
+    FORMAT_VALUE FORMAT_WITH_SPEC FOR_ITER GET_AITER GET_ANEXT GET_AWAITABLE GET_ITER GET_LEN GET_YIELD_FROM_ITER
+    IMPORT_FROM IMPORT_NAME IMPORT_STAR IS_OP JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT JUMP_FORWARD JUMP_IF_FALSE_OR_POP
+    JUMP_IF_TRUE_OR_POP KW_NAMES LIST_APPEND LIST_EXTEND LIST_TO_TUPLE LOAD_ASSERTION_ERROR LOAD_ATTR LOAD_BUILD_CLASS
+    LOAD_CLASSDEREF LOAD_CLOSURE LOAD_COMMON_CONSTANT LOAD_CONST LOAD_DEREF LOAD_FAST LOAD_FAST_AND_CLEAR LOAD_FAST_BORROW
+    LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_FROM_DICT_OR_DEREF
+    LOAD_FROM_DICT_OR_GLOBALS LOAD_GLOBAL LOAD_LOCALS LOAD_METHOD LOAD_NAME LOAD_SMALL_INT LOAD_SPECIAL LOAD_SUPER_ATTR
+    MAKE_FUNCTION MAP_ADD MATCH_CLASS MATCH_KEYS MATCH_MAPPING MATCH_SEQUENCE POP_EXCEPT POP_JUMP_BACKWARD_IF_FALSE
+    POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE
+    POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_NONE
+    POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE POP_TOP PREP_RERAISE_STAR PRINT_EXPR PUSH_EXC_INFO PUSH_NULL RAISE_VARARGS RERAISE
+    RETURN_CONST RETURN_GENERATOR RETURN_VALUE SEND SET_ADD SET_FUNCTION_ATTRIBUTE SET_UPDATE STORE_ATTR STORE_DEREF
+    STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST STORE_GLOBAL STORE_NAME STORE_SLICE STORE_SUBSCR SWAP
+    UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE UNPACK_EX UNPACK_SEQUENCE WITH_EXCEPT_START YIELD_VALUE
+    """.split()  # noqa: SIM905
+)
+"""Instructions that can be read. Code with any other is refused (`UnknownInstruction`)."""
+
+_NEWEST: Final = (3, 13)
+"""The newest version of Python with which this was tried."""
+
 _AFTER_FOR: Final = "POP_TOP" if sys.version_info[:2] == (3, 13) else "POP_ITER"
-_LOOP: Final = (
-    "COPY", "FOR_ITER", "JUMP", "LIST_APPEND", "MAP_ADD", "POP_JUMP", "POP_TOP", "SET_ADD", "STORE_FAST", "SWAP",
-)  # fmt: skip
-"""Instructions of a comprehension, apart from the values that it computes."""
+
+
+_log = logging.getLogger("stratagem.core")
+
+
+class UnknownInstruction(Exception):
+    """Code contains an instruction of a newer version of Python, whose meaning is not known."""
 
 
 class Instruction(NamedTuple):
@@ -56,6 +77,9 @@ class Instruction(NamedTuple):
 def instructions_of(code: types.CodeType) -> tuple[Instruction, ...]:
     """Return the instructions of code, without those of functions defined in it.
 
+    Raises:
+        UnknownInstruction: the code has an instruction that is not `KNOWN`.
+
     Example:
         >>> def step(self, x, y):
         ...     self.total = self.total + sum([x * each for each in y])
@@ -64,14 +88,14 @@ def instructions_of(code: types.CodeType) -> tuple[Instruction, ...]:
     """
     if sys.version_info[:2] > _NEWEST:
         _warn_of_version()
-    return tuple(_without_comprehensions(_in_one_form(code)))
+    return tuple(_in_one_form(code))
 
 
 @functools.cache
 def _warn_of_version() -> None:
     _log.warning(
-        "Python %d.%d is newer than this version of Stratagem knows (%d.%d). Numbers and tensors that a step keeps between "
-        "its calls may move once per replica instead of once per step, without an error: compare them with one device.",
+        "Stratagem was not tried with Python %d.%d, only up to %d.%d. Numbers and tensors that a step keeps between its calls "
+        "may move once per replica instead of once per step, without an error: compare them with one device.",
         *sys.version_info[:2],
         *_NEWEST,
     )
@@ -83,6 +107,8 @@ def _in_one_form(code: types.CodeType) -> Iterator[Instruction]:
     for one in dis.get_instructions(code):
         name, value, text = one.opname, one.argval, one.argrepr
         before, last = last, name
+        if name not in KNOWN:
+            raise UnknownInstruction(name)
         if name in _SKIPPED or (before == "END_FOR" and name == _AFTER_FOR):
             continue
         effect = dis.stack_effect(one.opcode, one.arg)
@@ -98,6 +124,8 @@ def _in_one_form(code: types.CodeType) -> Iterator[Instruction]:
             value = value[1]
         elif name == "BINARY_OP" and text == "[]":
             name = "BINARY_SUBSCR"
+        elif name == "CALL":  # with PRECALL in 3.11
+            effect = -1 - (one.arg or 0)
         elif name == "KW_NAMES":  # whose names `dis` of 3.11 does not look up
             value = code.co_consts[one.arg or 0]
         elif name == "LOAD_SMALL_INT":
@@ -107,47 +135,3 @@ def _in_one_form(code: types.CodeType) -> Iterator[Instruction]:
         elif name == "LOAD_FAST" and value in cells:  # from 3.13, for functions defined in this one
             name = "LOAD_CLOSURE"
         yield Instruction(name, value, text, one.offset, effect)
-
-
-def _without_comprehensions(instructions: Iterator[Instruction]) -> Iterator[Instruction]:
-    """Leave only the values that a comprehension in the code computes with: it ends no statement, and stores nothing."""
-    own: set[str] = set()  # variables of the comprehension
-    hidden: list[
-        str
-    ] = []  # those of the function with the same names, which it brings back at its end
-    end = -1
-    for one in instructions:
-        name = one.opname
-        if name == "LOAD_FAST_AND_CLEAR":
-            own.add(one.argval)
-            if end < 0:
-                hidden.append(one.argval)
-        elif not hidden:
-            yield one
-        elif end < 0 or one.offset < end:
-            if end < 0 and name == "FOR_ITER":
-                end = one.argval
-            is_own = name.endswith(("_FAST", "_DEREF")) and one.argval in own
-            if not (is_own or name.startswith(_LOOP)):
-                yield one._replace(effect=0)
-        elif name == "STORE_FAST" and one.argval in hidden:
-            hidden.remove(one.argval)
-        elif name != "SWAP":
-            hidden = []
-            yield one
-        if name == "END_ASYNC_FOR" or not hidden:
-            own, hidden, end = set(), [], -1
-
-
-def attributes_of_globals(statement: Iterable[Instruction], left_out: Container[str]) -> set[int]:
-    """Return the offsets of loads of attributes of globals, such as modules (``torch.mean``), apart from these globals."""
-    found: set[int] = set()
-    is_global = False
-    for one in statement:
-        if one.opname in GLOBALS:
-            is_global = one.argval not in left_out
-        elif one.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            is_global = False
-        elif is_global:
-            found.add(one.offset)
-    return found

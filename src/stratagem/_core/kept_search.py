@@ -30,7 +30,6 @@ from stratagem._core.step_code import (
     Kinds,
     changes_in,
     may_be_called,
-    union,
 )
 
 MOST_OBJECTS: Final = 20_000
@@ -95,7 +94,7 @@ class Search:
         while self._todo and len(self._seen) < MOST_OBJECTS:
             self._todo.popleft()()
         self._todo.clear()
-        self._own = union(changes_in(one) for one in self._own_codes if may_be_called(one))
+        self._own = Changes(changes_in(one) for one in self._own_codes if may_be_called(one))
         self._find_writes()
         self._find_changes()
 
@@ -123,7 +122,7 @@ class Search:
         """Find the numbers that the user's code changes, and the results that it carries to the next step."""
         own = self._own
         # The step's own code counts more than methods that it may never call, such as a loop over all batches.
-        step = changes_in(self._step) if self._step else union(())
+        step = changes_in(self._step) if self._step else Changes()
         for place in self._with_number:
             kinds = own.numbers.get(place.name, _NOTHING)
             if step.numbers.get(place.name, _NOTHING) == _MOVES:
@@ -291,7 +290,7 @@ def _counted_by_packages(kind: type[Any]) -> frozenset[str]:
     """Return the attributes that methods of installed classes move, which count calls of a module or object."""
     bases = [base for base in kind.__mro__[:-1] if is_installed(base.__module__)]
     parts = [vars(base) for base in bases if base.__module__.partition(".")[0] not in _OTHERS]
-    found: Changes = union(
+    found = Changes(
         changes_in(member.__code__)
         for members in parts
         for name, member in members.items()

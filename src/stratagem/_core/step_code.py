@@ -1,14 +1,27 @@
 """Find what the code of a step does to the values that a program keeps between its steps.
 
 Replicas share attributes, closure variables, globals, lists and dicts. `kept_values` gives each replica its own values
-there, and asks here what the program means by a change:
+there, and asks here what the program means by a change. Every store and every call of a method that writes has a kind:
 
-    moves   the new value is computed from the old one: ``steps += 1``, ``tau *= 0.99``, ``s.mul_(0.9)``, ``pos += self.stride``
-    varies  the same, for a number, and a local variable takes part, which may depend on a replica's rows: ``(pos + n) % 10``
-    adds    a value is added that may depend on rows: ``rows += len(x)``, ``s.add_(n)``; or any value, in a loop: a sum
-    grows   the same, for a tensor, and the function reads the tensor elsewhere, perhaps to compute what it adds
-    sets    the old value is lost, of a tensor: ``s.copy_(x)``, ``s[i] = x``, ``out=s``
-    binds   another tensor takes the place of the old one: ``self.avg = …``, ``self.avg[k] = …``
+    kind    the code                                                     the replicas' values, if equal      if different
+    ------  -----------------------------------------------------------  ----------------------------------  ---------------
+    moves   the new value is computed from the old one and constants:    written once                        an error (1)
+            ``steps += 1``, ``tau *= 0.99``, ``s.mul_(0.9)``
+    varies  the same, for a number, and a local variable takes part,     written once, and named in the log  an error (1)
+            which may depend on rows: ``(pos + n) % 10``
+    adds    a value is added that may depend on rows, or any value in    not looked at: all replicas change the same value,
+            a loop, a sum: ``rows += len(x)``, ``s.add_(n)``             so that their changes add up
+    grows   the same, for a tensor, and the function reads the tensor    written once                        added up
+            elsewhere, perhaps to compute what it adds
+    sets    the old value of a tensor is lost: ``s.copy_(x)``,           written once                        the last
+            ``s[i] = x``, ``out=s``                                                                          replica's
+    binds   another tensor takes the place of the old one:               written once                        the last
+            ``self.avg = …``, ``self.avg[k] = …``                                                            replica's
+
+    (1) of a number that code only writes to a log, the last replica's value remains, and integers add up.
+
+Other stores (``self.loss = …``) are shared, unless code reads the old value first (`Changes.carried`). If a place has several
+kinds, "moves" decides, then "adds" and "grows". If code has no name for a place, every change by a local variable may be one of it.
 
 The bytecode is read: no code of the user runs. In the results, ``.rate`` is an attribute, ``rate`` a closure variable or
 global, and `LOCAL` any local variable or value without a name.
@@ -17,18 +30,16 @@ global, and `LOCAL` any local variable or value without a name.
 from __future__ import annotations
 
 import functools
-import itertools
+import logging
 import types
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal
 
-from stratagem._core.instructions import (
-    GLOBALS,
-    Instruction,
-    attributes_of_globals,
-    instructions_of,
-)
+from stratagem._core.instructions import UnknownInstruction
+from stratagem._core.statements import CodeNode, Statement, loops_of, nodes_of, statements_of
+
+_log = logging.getLogger("stratagem.core")
 
 Kind = Literal["moves", "varies", "adds", "grows", "sets", "binds"]
 Kinds = frozenset[Kind]
@@ -38,19 +49,17 @@ ANY: Final = ("any key",)
 """Stands for a key that is no constant."""
 
 _ADDING: Final = ("+", "+=", "-", "-=")
-_ITEMS: Final = ("STORE_SUBSCR", "STORE_SLICE")
+_GLOBALS: Final = ("LOAD_GLOBAL", "LOAD_NAME")
 _STORES: Final = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME")
-_ENDS: Final = ("STORE_", "POP_TOP", "POP_JUMP", "RETURN", "YIELD", "DELETE", "JUMP", "RAISE")
-_PURE: Final = (
-    "LOAD_CONST", *GLOBALS, "LOAD_DEREF", "LOAD_ATTR", "BINARY_OP", "BINARY_SUBSCR", "UNARY_NEGATIVE", "PUSH_NULL",
-)  # fmt: skip
-_TEXT: Final = ("FORMAT_", "BUILD_STRING")
+_PURE: Final = ("BINARY_OP", "BINARY_SUBSCR", "UNARY_NEGATIVE", "LOAD_ATTR")
 _LOGS: Final = frozenset(
     {
         "add_scalar", "add_scalars", "append", "critical", "debug", "error", "info", "log", "log_dict", "log_metric", "print",
         "set_description", "set_postfix", "warn", "warning", "write",
     }
 )  # fmt: skip
+"""Names of functions that write a log. A number that goes to any other function is used: the names decide only whether
+different values of it are an error."""
 _SETTING: Final = frozenset(
     {
         "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "index_copy_", "index_fill_",
@@ -65,7 +74,14 @@ _HARMLESS: Final = frozenset(
 )  # fmt: skip
 
 
-class Changes(NamedTuple):
+_UNKNOWN: Final = (
+    "The code of %s (%s:%d) has the instruction %s, which this version of Stratagem does not know. Numbers and tensors that "
+    "it keeps between its calls are shared by all replicas: they may change once per replica instead of once per step. "
+    "Change them in sg.get_replica_context().merge_call(function), or outside run()."
+)
+
+
+class Changes:
     """Changes that code makes, by the name of what it changes.
 
     Attributes:
@@ -78,12 +94,21 @@ class Changes(NamedTuple):
         used: names that code reads for something else than to change them or to write a log.
     """
 
-    numbers: Mapping[str, Kinds]
-    items: Mapping[tuple[str, Hashable], Kinds]
-    tensors: Mapping[str, Kinds]
-    carried: frozenset[str]
-    counted: frozenset[str]
-    used: frozenset[str]
+    def __init__(self, parts: Iterable[Changes] = ()) -> None:
+        self.numbers: defaultdict[str, Kinds] = defaultdict(frozenset)
+        self.items: defaultdict[tuple[str, Hashable], Kinds] = defaultdict(frozenset)
+        self.tensors: defaultdict[str, Kinds] = defaultdict(frozenset)
+        self.carried: set[str] = set()
+        self.counted: set[str] = set()
+        self.used: set[str] = set()
+        for one in parts:
+            for name, found in vars(one).items():
+                mine = getattr(self, name)
+                for key in found:
+                    if isinstance(found, dict):
+                        mine[key] |= found[key]
+                    else:
+                        mine.add(key)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,339 +128,240 @@ def changes_in(code: types.CodeType, *, is_inner: bool = False) -> Changes:
         >>> found = changes_in(step.__code__)
         >>> {name: sorted(kinds) for name, kinds in found.numbers.items()}
         {'.mean': ['varies'], '.total': ['adds'], '.steps': ['moves']}
-        >>> found.items
-        {('.counts', 'steps'): frozenset({'moves'})}
+        >>> [*found.items]
+        [('.counts', 'steps')]
     """
-    inner = [
-        changes_in(one, is_inner=True) for one in code.co_consts if isinstance(one, types.CodeType)
-    ]
-    found = union([_Reader(code, is_inner=is_inner).changes(), *inner])
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    found = Changes(changes_in(one, is_inner=True) for one in inner)
+    try:
+        _Reader(code, found, is_inner=is_inner)
+    except UnknownInstruction as unknown:
+        _log.warning(_UNKNOWN, code.co_qualname, code.co_filename, code.co_firstlineno, unknown)
+        return Changes()
     # A variable of this code that a function in it counts with is seen by no other call.
-    return found._replace(counted=found.counted - {*code.co_cellvars})
-
-
-def union(changes: Iterable[Changes]) -> Changes:
-    """Return the changes of several functions together."""
-    changes = tuple(changes)
-
-    def merged(tables: Iterable[Mapping[Any, Kinds]]) -> dict[Any, Kinds]:
-        found: defaultdict[Any, Kinds] = defaultdict(frozenset)
-        for table in tables:
-            for name, kinds in table.items():
-                found[name] |= kinds
-        return dict(found)
-
-    return Changes(
-        merged(one.numbers for one in changes),
-        merged(one.items for one in changes),
-        merged(one.tensors for one in changes),
-        frozenset().union(*(one.carried for one in changes)),
-        frozenset().union(*(one.counted for one in changes)),
-        frozenset().union(*(one.used for one in changes)),
-    )
-
-
-def name_of(one: Instruction) -> str | None:
-    """Return the name that an instruction loads or stores; ``@x`` for a local variable."""
-    place = one.opname.partition("_")[2]
-    if place in ("ATTR", "METHOD"):
-        return f".{one.argval}"
-    if place.startswith("FAST"):
-        return f"@{one.argval}"
-    return str(one.argval) if place in ("GLOBAL", "NAME", "DEREF", "CLASSDEREF") else None
+    found.counted -= {*code.co_cellvars}
+    return found
 
 
 class _Reader:
     """The changes in one code object."""
 
-    def __init__(self, code: types.CodeType, *, is_inner: bool) -> None:
-        self.numbers: defaultdict[str, Kinds] = defaultdict(frozenset)
-        self.items: defaultdict[tuple[str, Hashable], Kinds] = defaultdict(frozenset)
-        self.tensors: defaultdict[str, Kinds] = defaultdict(frozenset)
-        self.carried: set[str] = set()
-        self.counted: set[str] = set()
-        self.used: set[str] = set()
+    def __init__(self, code: types.CodeType, found: Changes, *, is_inner: bool) -> None:
+        self._found = found
         self._is_inner = is_inner
         self._read: set[str] = set()
         self._replaced: set[str] = set()
-        # What functions in this code refer to, too, is a local variable here.
-        instructions = [
-            one._replace(opname=one.opname.replace("DEREF", "FAST"))
-            if one.opname.endswith("_DEREF") and one.argval in code.co_cellvars
-            else one
-            for one in instructions_of(code)
-        ]
-        self._loads = Counter(_loaded(instructions))
-        self._loops = [
-            (one.argval, one.offset) for one in instructions if "JUMP_BACKWARD" in one.opname
-        ]
+        self._cells = frozenset(code.co_cellvars)
+        self._loops = loops_of(code)
+        statements = statements_of(code)
         # Globals whose attributes the code sets. Attributes of others (`torch.mean`) are none that it replaces.
-        self._changed = {
-            before.argval
-            for before, one in itertools.pairwise(instructions)
-            if one.opname == "STORE_ATTR" and before.opname in GLOBALS
-        }
-        for statement in _statements(instructions):
+        stores = [one.root.parts[-1] for one in statements if one.root.opname == "STORE_ATTR"]
+        self._changed = {one.argval for one in stores if one.opname in _GLOBALS}
+        every = {one for statement in statements for one in statement.nodes()}
+        self._loads = Counter(self._names(every))
+        for statement in statements:
             self._visit(statement)
 
-    def changes(self) -> Changes:
-        """Return the changes."""
-        names = [frozenset(each) for each in (self.carried, self.counted, self.used)]
-        return Changes(self.numbers, self.items, self.tensors, *names)
+    # -------------------------------------------------------------- values
 
-    def _visit(self, statement: Sequence[Instruction]) -> None:
-        end = statement[-1]
-        others = attributes_of_globals(statement, self._changed)
-        loads = [
-            one for one in statement if one.opname.startswith("LOAD_") and one.offset not in others
-        ]
-        own = name_of(end) if end.opname in _STORES else None
-        mine = [one for one in loads if name_of(one) == own and one.opname != "LOAD_METHOD"]
-        changed, moves = own, False
+    def _is_local(self, one: CodeNode) -> bool:
+        is_cell = one.opname.endswith("_DEREF")
+        return one.opname.startswith(("LOAD_FAST", "STORE_FAST")) or (
+            is_cell and (self._is_inner or one.argval in self._cells)
+        )
+
+    def _name(self, one: CodeNode) -> str | None:
+        """Return the name that a node loads or stores; ``@x`` for a local variable, None for any other node."""
+        place = one.opname.partition("_")[2]
+        if place in ("ATTR", "METHOD"):
+            return f".{one.argval}"
+        if place.startswith("FAST") or (place == "DEREF" and one.argval in self._cells):
+            return f"@{one.argval}"
+        return str(one.argval) if place in ("GLOBAL", "NAME", "DEREF", "CLASSDEREF") else None
+
+    def _names(self, nodes: Iterable[CodeNode]) -> Iterator[str]:
+        """Yield the names of the variables and attributes that are loaded, other than methods that write."""
+        for one in nodes:
+            name = self._name(one) if one.opname.startswith("LOAD_") else None
+            if name is not None and not _is_in_place(one):
+                yield name
+
+    def _is_of_global(self, one: CodeNode) -> bool:
+        """Return whether a node loads an attribute of a global, such as a module, whose attributes the code does not set."""
+        while one.opname in ("LOAD_ATTR", "LOAD_METHOD") and one.parts:
+            one = one.parts[0]
+            if one.opname in _GLOBALS:
+                return bool(one.argval not in self._changed)
+        return False
+
+    # -------------------------------------------------------------- statements
+
+    def _visit(self, statement: Statement) -> None:
+        root, nodes = statement.root, list(statement.nodes())
+        loads = {
+            one: name
+            for one in nodes
+            if one.opname.startswith("LOAD_")
+            and (name := self._name(one))
+            and not self._is_of_global(one)
+        }
+        stored = self._name(root) if root.opname in _STORES else None
+        own = None if stored is None or stored[0] == "@" else stored
+        mine = [one for one, name in loads.items() if name == own and one.opname != "LOAD_METHOD"]
+        changed, kind = own, None
         if own is not None and mine:
-            moves = self._stored(own, statement, mine) == "moves"
-        elif end.opname == "STORE_SUBSCR" and len(statement) > 2:
+            kind = self._kind(statement, self._added(statement, mine), root.parts[-1])
+            self._found.numbers[own] |= {kind}
+            if any(one.opname == "BINARY_OP" and one.argval in _ADDING for one in nodes):
+                self._found.counted.add(own)
+        elif root.opname == "STORE_SUBSCR":
             changed, kind = self._item(statement)
-            moves = kind == "moves"
-        if not _is_log(statement):
-            self.used.update(str(name) for one in loads if (name := name_of(one)) != changed)
-            self._read.update(str(name_of(one)) for one in loads)
-        for names, kind in self._writes(statement, own, mine, moves=moves):
-            for name in names or [LOCAL]:
-                self.tensors[LOCAL if name[:1] == "@" else name] |= {kind}
+        if not _is_log(root, nodes):
+            self._found.used.update(name for name in loads.values() if name != changed)
+            self._read.update(loads.values(), self._names(nodes_of(*statement.waiting)))
+        self._tensors(statement, own, moves=kind == "moves", computed=bool(mine))
         if own is not None:
             if own in self._read and own not in self._replaced:
-                self.carried.add(own)
+                self._found.carried.add(own)
             self._replaced.add(own)
 
     # -------------------------------------------------------------- numbers
 
-    def _stored(
-        self, own: str, statement: Sequence[Instruction], mine: Sequence[Instruction]
-    ) -> Kind:
-        """Note a number in an attribute or variable that is computed from its own value; return how."""
-        owner = statement[-1]
-        if own[0] == ".":
-            # The object is loaded first in ``a.n += 1``, last in ``a.n = a.n + 1``.
-            owner = statement[0] if _augmented(statement) else statement[-2]
-        rest = statement[statement.index(mine[0]) + 1 :]
-        kind = self._kind(owner, statement, None if len(mine) > 1 else _added(rest), set())
-        self.numbers[own] |= {kind}
-        if any(one.opname == "BINARY_OP" and one.argrepr in _ADDING for one in statement):
-            self.counted.add(own)
-        return kind
+    def _added(self, statement: Statement, mine: Sequence[CodeNode]) -> CodeNode | None:
+        """Return what a statement adds to a value; None if it does anything else."""
+        value = statement.root.parts[0]
+        if value.opname != "BINARY_OP" or value.argval not in _ADDING or statement.others:
+            return None
+        return value.parts[1] if len(mine) == 1 and mine[0] is value.parts[0] else None
 
-    def _item(self, statement: Sequence[Instruction]) -> tuple[str | None, Kind | None]:
+    def _item(self, statement: Statement) -> tuple[str | None, Kind | None]:
         """Note a number in a list or dict that is computed from its own value; return the container's name, and how."""
-        place, body = _item_and_value(statement)
-        container = _container(place)
-        if _augmented(statement):
-            added = _added(body)
-        elif (container.opname, container.argval) not in [(one.opname, one.argval) for one in body]:
+        value, container, key = statement.root.parts
+        container = _first(container)
+        nodes = list(nodes_of(value))
+        if _augmented(value):
+            added = self._added(statement, [value.parts[0]])
+        elif all((one.opname, one.argval) != (container.opname, container.argval) for one in nodes):
             return None, None
         else:
-            operations = [n for n, one in enumerate(body) if one.opname == "BINARY_OP"]
-            single = len(operations) == 1 and body[operations[0]].argrepr in _ADDING
-            added = [body[operations[0] - 1]] if single else None
-        local = {str(one.argval) for one in place if one.opname.startswith("LOAD_FAST")}
-        kind = self._kind(place[0], [*body, statement[-1]], added, local)
-        key: Hashable = place[-1].argval if place[-1].opname == "LOAD_CONST" else ANY
-        name = name_of(container) or LOCAL
-        self.items[LOCAL if name[:1] == "@" else name, key] |= {kind}
+            operations = [one for one in nodes if one.opname == "BINARY_OP"]
+            single = len(operations) == 1 and operations[0].argval in _ADDING
+            added = operations[0].parts[1] if single else None
+        place = nodes_of(container, key)
+        ignored = {str(one.argval) for one in place if self._is_local(one)}
+        kind = self._kind(statement, added, container, ignored)
+        name = self._name(container) or LOCAL
+        constant: Hashable = key.argval if key.opname == "LOAD_CONST" else ANY
+        self._found.items[LOCAL if name[:1] == "@" else name, constant] |= {kind}
         return name, kind
 
     def _kind(
         self,
-        owner: Instruction,
-        body: Sequence[Instruction],
-        added: Sequence[Instruction] | None,
-        ignored: set[str],
+        statement: Statement,
+        added: CodeNode | None,
+        owner: CodeNode,
+        ignored: Iterable[str] = (),
     ) -> Kind:
         """Return the kind of a change of a number; `added`: what is added, if it is only added to."""
-        end = body[-1].offset
-        in_loop = any(begin <= end <= stop for begin, stop in self._loops)
+        root = statement.root
+        while owner.opname == "LOAD_ATTR":
+            owner = owner.parts[0]
+        in_loop = any(begin <= root.offset <= end for begin, end in self._loops)
         if added is not None:
             return "moves" if self._is_fixed(added, owner) and not in_loop else "adds"
-        ignored = {"self", str(owner.argval), str(body[-1].argval), *ignored}
-        varies = any(self._is_local(one) and one.argval not in ignored for one in body)
+        known = {"self", owner.argval, root.argval, *ignored}
+        body = nodes_of(root.parts[0], *statement.others)
+        varies = any(self._is_local(one) and one.argval not in known for one in body)
         return "varies" if varies or in_loop else "moves"
 
-    def _is_local(self, one: Instruction) -> bool:
-        return one.opname.startswith("LOAD_FAST") or (one.opname == "LOAD_DEREF" and self._is_inner)
-
-    def _is_fixed(self, operand: Sequence[Instruction], owner: Instruction) -> bool:
+    def _is_fixed(self, value: CodeNode, owner: CodeNode) -> bool:
         """Return whether a value depends on no rows: made of constants, globals and attributes of objects from outside."""
-        for number, one in enumerate(operand):
-            if one.opname.startswith("LOAD_FAST"):
-                after = operand[number + 1].opname if number + 1 < len(operand) else ""
-                known = one.argval == "self" or (
-                    owner.opname.startswith("LOAD_FAST") and one.argval == owner.argval
-                )
-                if not (known and after == "LOAD_ATTR"):
-                    return False
-            elif one.opname not in _PURE or self._is_local(one):
-                return False
-        return bool(operand)
+        if value.opname in ("LOAD_CONST", *_GLOBALS, "LOAD_DEREF"):
+            return not self._is_local(value)
+        if value.opname == "LOAD_ATTR" and self._is_local(value.parts[0]):
+            owners = {"self", owner.argval} if self._is_local(owner) else {"self"}
+            return value.parts[0].argval in owners
+        return value.opname in _PURE and all(self._is_fixed(one, owner) for one in value.parts)
 
     # -------------------------------------------------------------- tensors
 
-    def _writes(
-        self,
-        statement: Sequence[Instruction],
-        own: str | None,
-        mine: Sequence[Instruction],
-        *,
-        moves: bool,
-    ) -> Iterator[tuple[list[str], Kind]]:
-        """Yield the names of tensors that a statement may write, and how; `moves`: it adds a constant."""
-        here = Counter(_loaded(statement))
-        before: Instruction | None = None
-        receiver: str | None = None
-        for place, one in enumerate(statement):
-            name = str(one.argval)
-            if one.opname in ("LOAD_METHOD", "LOAD_ATTR") and _is_in_place(name):
-                # ``s.mul_(0.9).add_(x)`` writes `s` twice.
-                if before is None or not before.opname.startswith("CALL"):
-                    receiver = None if before is None else name_of(before)
+    def _tensors(
+        self, statement: Statement, own: str | None, *, moves: bool, computed: bool
+    ) -> None:
+        """Note the tensors that a statement may write; `moves`: it adds a constant; `computed`: from the old value."""
+        root, nodes = statement.root, list(statement.nodes())
+        here = Counter(self._names(nodes))
+
+        def note(names: Iterable[str], kind: Kind) -> None:
+            for name in [*names] or [LOCAL]:
+                self._found.tensors[LOCAL if name[:1] == "@" else name] |= {kind}
+
+        def add(names: Sequence[str], *, only: bool) -> None:
+            grows = any(self._loads[name] > 1 for name in names)
+            note(names, ("grows" if grows else "adds") if only else "moves")
+
+        arguments = {
+            one.parts[0]: one.parts[2:]
+            for one in nodes
+            if one.opname.startswith("CALL") and one.parts
+        }
+        for one in nodes:
+            if one.opname in ("LOAD_METHOD", "LOAD_ATTR") and _is_in_place(one):
+                name, target = str(one.argval), one.parts[0]
+                while target.opname.startswith("CALL") and _is_in_place(target.parts[0]):
+                    target = target.parts[0].parts[0]  # ``s.mul_(0.9).add_(x)`` writes `s` twice
+                receiver = self._name(target)
                 names = [receiver] if receiver and not name.startswith("_foreach_") else [*here]
                 again = any(here[each] > 1 for each in names)
                 if name in _SETTING:
-                    yield names, "moves" if again and "copy" in name else "sets"
+                    note(names, "moves" if again and "copy" in name else "sets")
                 else:
-                    is_fixed = statement[place + 1 : place + 2][0].opname == "LOAD_CONST"
-                    adds = name in ("add_", "_foreach_add_") and not (again or is_fixed)
-                    yield names, self._adding(names) if adds else "moves"
-            elif one.opname in ("KW_NAMES", "CALL_KW", "LOAD_CONST") and _names_out(one.argval):
-                yield [*here], "sets"
-            before = one
-        operator = _augmented(statement)
-        if own is None and statement[-1].opname in _ITEMS:
-            container = name_of(_container(_item_and_value(statement)[0]))
-            names = [container or LOCAL]
-            again = here[names[0]] > 1
-            yield names, "binds"
-            if not operator:
-                yield names, "moves" if again else "sets"
-        elif own is None and not (operator and statement[-1].opname.startswith("STORE_")):
-            return
-        else:
-            names = [own or name_of(statement[-1]) or LOCAL]
-            again = here[names[0]] > 1
-            if mine and not operator:
-                yield names, "moves"
-            if not operator:
-                yield names, "binds"
+                    given = arguments.get(one, ())[:1]
+                    is_fixed = bool(given) and given[0].opname == "LOAD_CONST"
+                    add(names, only=name in ("add_", "_foreach_add_") and not (again or is_fixed))
+            elif one.opname in ("KW_NAMES", "LOAD_CONST") and _names_out(one.argval):
+                note(here, "sets")
+        operator = _augmented(root.parts[0]) if root.opname.startswith("STORE_") else ""
+        is_item = root.opname in ("STORE_SUBSCR", "STORE_SLICE")
+        name = (self._name(_first(root.parts[1])) if is_item else own or self._name(root)) or LOCAL
+        if is_item or own is not None:
+            again = here[name] > 1
+            if is_item or not operator:
+                note([name], "binds")
+            if not operator and (computed or is_item):
+                note([name], "moves" if computed or again else "sets")
         if operator:
-            adds = operator == "+=" and not (again or moves)
-            yield names, self._adding(names) if adds else "moves"
-
-    def _adding(self, names: Sequence[str]) -> Kind:
-        return "grows" if any(self._loads[name] > 1 for name in names) else "adds"
+            add([name], only=operator == "+=" and not (here[name] > 1 or moves))
 
 
-def _loaded(instructions: Iterable[Instruction]) -> Iterator[str]:
-    """Yield the names of the variables and attributes that instructions load, other than methods that write."""
-    for one in instructions:
-        if one.opname.startswith("LOAD_") and not _is_in_place(str(one.argval)):
-            name = name_of(one)
-            if name is not None:
-                yield name
+def _first(container: CodeNode) -> CodeNode:
+    """Return the load of a variable or attribute with a container: of `a` for ``a[0]["k"]``."""
+    while container.opname == "BINARY_SUBSCR":
+        container = container.parts[0]
+    return container
 
 
-def _statements(instructions: Sequence[Instruction]) -> Iterator[list[Instruction]]:
-    """Yield groups of instructions that end where a value is stored, dropped, tested or returned.
-
-    A jump inside an expression (``x += 1 if a else 2``) ends no group: there are values on the stack.
-    """
-    part: list[Instruction] = []
-    height, before = 0, [0]  # of the stack; when the alternatives of the expression begin
-    for one in instructions:
-        part.append(one)
-        height += one.effect
-        if height > 0 and one.opname.startswith(("POP_JUMP", "JUMP")):
-            if one.opname.startswith("POP_JUMP"):
-                before.append(height)
-            elif one.opname == "JUMP_FORWARD":
-                height = before.pop() if len(before) > 1 else 0
-            else:  # ``a and b`` drops `a`
-                height -= 1
-        elif one.opname.startswith(_ENDS):
-            yield part
-            part, height, before = [], 0, [0]
-    if part:
-        yield part
+def _augmented(value: CodeNode) -> str:
+    """Return the operator of ``x += y``, by its new value; empty if the statement is none."""
+    return value.argval if value.opname == "BINARY_OP" and value.argval[-1:] == "=" else ""
 
 
-def _augmented(statement: Sequence[Instruction]) -> str:
-    """Return the operator of ``x += y``; empty if the statement is none."""
-    found = [
-        one.argrepr for one in statement if one.opname == "BINARY_OP" and one.argrepr[-1:] == "="
-    ]
-    return found[-1] if found else ""
-
-
-def _item_and_value(
-    statement: Sequence[Instruction],
-) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
-    """Divide ``a[key] = value`` into the instructions for the item and those for the value."""
-    names = [one.opname for one in statement]
-    if _augmented(statement) and "COPY" in names:
-        start = names.index("COPY")
-        return statement[:start], statement[start + 3 : -1]  # after the load of the item
-    height, wanted = 0, 3 if statement[-1].opname == "STORE_SLICE" else 2
-    for start in range(len(statement) - 2, -1, -1):
-        height += statement[start].effect
-        if height == wanted:
-            return statement[start:-1], statement[:start]
-    return statement[:-1], ()
-
-
-def _container(place: Sequence[Instruction]) -> Instruction:
-    """Return the load of the container of an item: the last attribute at its beginning, or its variable."""
-    attributes = itertools.takewhile(lambda one: one.opname == "LOAD_ATTR", place[1:])
-    return [place[0], *attributes][-1]
-
-
-def _added(rest: Sequence[Instruction]) -> list[Instruction] | None:
-    """Return what is added to a value, by the instructions after its load; None if it is not only added to."""
-    height = 1  # of the stack, from the value upwards
-    for number, one in enumerate(rest):
-        if one.opname == "BINARY_OP" and height <= 2:
-            after = [each.opname for each in rest[number + 1 : -1]]
-            direct = all(
-                name in ("SWAP", "LOAD_DEREF", "LOAD_GLOBAL") or name.startswith("LOAD_FAST")
-                for name in after
-            )
-            adds = one.argrepr in _ADDING and direct and height == 2
-            return list(rest[:number]) if adds else None
-        height += one.effect
-        if height < 1:
-            return None
-    return None
-
-
-def _asks_for_none(statement: Sequence[Instruction]) -> bool:
-    """Return whether a statement only asks whether a value is there: ``if self.cache is None``."""
-    end = statement[-1].opname
-    return end.startswith("POP_JUMP") and (
-        "NONE" in end or any(one.opname == "IS_OP" for one in statement)
-    )
-
-
-def _is_log(statement: Sequence[Instruction]) -> bool:
+def _is_log(root: CodeNode, nodes: Sequence[CodeNode]) -> bool:
     """Return whether a statement makes text, calls something that writes a log, or compares with a first value."""
-    end = statement[-1].opname
-    if any(one.opname.startswith(_TEXT) for one in statement):
+    if any(one.opname.startswith(("FORMAT_", "BUILD_STRING")) for one in nodes):
         return True
-    if end.startswith("POP_JUMP"):
-        return _asks_for_none(statement) or any(
-            one.opname == "COMPARE_OP" and one.argval in ("==", "!=") for one in statement
+    if root.opname.startswith("POP_JUMP"):  # also ``if self.cache is None``
+        return "NONE" in root.opname or any(
+            one.opname == "IS_OP" or (one.opname == "COMPARE_OP" and one.argval in ("==", "!="))
+            for one in nodes
         )
-    names = {str(one.argval) for one in statement if one.opname.startswith("LOAD_")}
-    return end == "POP_TOP" and "backward" not in names and not names.isdisjoint(_LOGS)
+    names = {str(one.argval) for one in nodes if one.opname.startswith("LOAD_")}
+    is_call = root.opname == "POP_TOP" and root.parts[0].opname.startswith("CALL")
+    return is_call and "backward" not in names and not names.isdisjoint(_LOGS)
 
 
-def _is_in_place(name: str) -> bool:
+def _is_in_place(one: CodeNode) -> bool:
+    name = str(one.argval)
     return name == "load_state_dict" or (
         name.endswith("_")
         and not name.endswith("__")

@@ -1,7 +1,7 @@
 """Steps of an optimizer class on some rows: gather rows and their state, step, write them back.
 
-For classes in which a zero gradient changes nothing, so that the result is that of the dense gradient. Also fast steps of
-two of these classes on dense gradients (`step_plan`). Called by `shard_optimizer.py`.
+For classes in which a zero gradient changes nothing, so that the result is that of the dense gradient. Called by
+`shard_optimizer.py`.
 """
 
 from __future__ import annotations
@@ -308,31 +308,3 @@ def _put_state(state: State, taken: Mapping[str, Any], parameter: Tensor, ids: T
 
 def _is_per_row(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == parameter.shape[0]
-
-
-class PlannedGroup(NamedTuple):
-    """Dense gradients of one parameter group, and what they are applied to."""
-
-    group: dict[str, Any]
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    keys: list[nn.Parameter]
-    """Under which the optimizer has its state."""
-
-
-Plan: TypeAlias = Sequence[PlannedGroup]
-
-
-def step_plan(optimizer: Any, plan: Plan) -> None:
-    """Step SGD without momentum, or Adagrad, on dense gradients: all variables of a group in one call.
-
-    This is the whole of these classes' steps; their own loops cost several times the arithmetic for small parameters.
-    """
-    for group, parameters, gradients, keys in plan:
-        if type(optimizer) is torch.optim.SGD:
-            rate = float(group["lr"]) * (1 if group["maximize"] else -1)
-            private_api.foreach_add_(parameters, gradients, alpha=rate)
-            continue
-        states = [optimizer.state[key] for key in keys]
-        sums, steps = ([state[key] for state in states] for key in ("sum", "step"))
-        step_adagrad(parameters, gradients, sums, steps, group)

@@ -47,14 +47,8 @@ from stratagem._ps.server.chunked_step import (
     batches,
     step_in_chunks,
 )
-from stratagem._ps.server.row_step import (
-    Plan,
-    PlannedGroup,
-    RowsToStep,
-    RowViews,
-    step_on_rows,
-    step_plan,
-)
+from stratagem._ps.server.planned_step import Plan, PlannedGroup, step_plan
+from stratagem._ps.server.row_step import RowsToStep, RowViews, step_on_rows
 from stratagem._ps.server.state_memory import (
     StateApart,
     bytes_held,

@@ -10,11 +10,9 @@ strategy every one of them does what Keras' does.
 | strategy | `tensorboard_files` | ``TensorBoard.summary``, ``_write_keras_model_summary`` | the callback needs no TensorFlow |
 | replicas | `split_calls` | ``make_…_function``; ``Layer.__call__``, ``add_loss``, ``_clear_losses`` | inside a step the outermost call of a layer runs on all replicas |
 | replicas | `replica_variables` | ``Variable.value``, ``_direct_assign`` | a replica reads and writes its own values |
-| replicas | `whole_batch_moments` | ``BatchNormalization._moments`` | statistics of the whole batch |
 | replicas | `server_steps` | ``reset_metrics``, ``_get_metrics_result_or_logs`` | under parameter servers metrics come from workers |
 | replicas | `backups` | ``BackupAndRestore`` | under parameter servers the servers write the backups |
-| replicas | `optimizer_apply` | ``BaseOptimizer.apply`` | inside ``strategy.run`` one update for all replicas |
-| replicas | `empty_losses` | ``Loss.__call__`` | inside ``strategy.run`` a replica may have no rows |
+| replicas | `replica_patches` | ``BatchNormalization._moments``, ``BaseOptimizer.apply``, ``Loss.__call__`` | statistics of the whole batch; one update for all replicas; replicas without rows |
 
 With another backend than torch, only ``Model.__new__`` is patched: under a scope it raises an error with the remedy.
 """
@@ -30,9 +28,7 @@ _MODULES = {
     "replicas": (
         "split_calls",
         "replica_variables",
-        "whole_batch_moments",
-        "optimizer_apply",
-        "empty_losses",
+        "replica_patches",
         "server_steps",
         "backups",
     ),

@@ -11,6 +11,11 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem._ps.client.mapping import ShardLocation
+from stratagem._ps.client.ps_client import PsClient
+from stratagem._ps.client.server_connection import Membership
+from stratagem._ps.server.loop import ParameterServer
+from stratagem._ps.server.session import Session
 
 BATCHES = torch.randn(5, 8, 6, generator=torch.Generator().manual_seed(2))
 
@@ -113,3 +118,37 @@ def test_large_gradients_are_sent_as_they_are_at_each_step(
         trained = model.weight.detach().clone()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(trained, plain.weight.detach())
+
+
+def test_writes_that_alternate_in_the_same_memory_are_decoded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoded: list[Any] = []
+    prepare = Session._prepare
+
+    def noted(self: Session, operation: Any, *others: Any) -> Any:
+        decoded.append(operation.variable)
+        return prepare(self, operation, *others)
+
+    monkeypatch.setattr(Session, "_prepare", noted)
+    who = Membership(session="s", task="/job:chief/task:0", is_owner=True)
+    with (
+        ParameterServer("127.0.0.1:0").start() as server,
+        PsClient([("/job:ps/task:0", server.address)], who, shared_memory=False) as client,
+    ):
+        places = [ShardLocation(0, number, (1000,), torch.float32) for number in (1, 2, 3)]
+        for place in places:
+            client.create(place, f"w{place.variable}", value=torch.zeros(1000))
+        decoded.clear()
+        for step in range(4):
+            if step == 2:  # of another size: received into other memory
+                client.create(ShardLocation(0, 4, (7,), torch.float32), "b", value=torch.ones(7))
+                decoded.clear()
+            for place in places:
+                batch = client.batch()
+                batch.assign(0, place.variable, "add", torch.full((1000,), 10.0**step))
+                client.send(batch)
+                client.wait_for_writes()
+            if step in (1, 3):
+                assert decoded == [1, 2, 3]
+        assert [value.unique().tolist() for value, _ in client.read(places)] == [[1111.0]] * 3

@@ -22,7 +22,7 @@ def buffers() -> Iterator[SendBuffers]:
 
 
 def place(buffers: SendBuffers, size: int) -> tuple[int, int]:
-    _, ref = buffers.place((size,), torch.uint8)
+    ref = buffers.place((size,), torch.uint8).ref
     return ref.segment, ref.offset
 
 
@@ -49,8 +49,9 @@ def test_the_halves_are_used_in_turns(buffers: SendBuffers) -> None:
 
 
 def test_a_peer_reads_what_was_placed(buffers: SendBuffers) -> None:
-    view, ref = buffers.place((3,), torch.float32)
+    view, ref, memory = buffers.place((3,), torch.float32)
     view.fill_(7.0)
+    assert torch.frombuffer(memory, dtype=torch.float32).tolist() == [7.0] * 3
     slot = buffers.new_slot((2,), torch.float64)
     slot.view.fill_(5.0)
     peers = {one.number: shm.open_segment(one, shared=True) for one in buffers.refs()}

@@ -75,7 +75,8 @@ def fitting(variable: Variable, how: str, value: Any) -> torch.Tensor:
             f"{how} of variable {variable.name!r} got a PerReplica outside a replica: it has no "
             "single value. Use strategy.reduce(...) first."
         )
-    tensor = values.convert_to_tensor(value).detach()
+    is_plain = type(value) is torch.Tensor  # for which the conversion does nothing, slowly
+    tensor = (value if is_plain else values.convert_to_tensor(value)).detach()
     if tensor.dtype != variable.dtype:
         plain = not isinstance(value, torch.Tensor | values.Convertible)
         lossless = not (tensor.is_floating_point() or tensor.is_complex()) or (

@@ -106,12 +106,13 @@ class RemoteStorage(VariableStorage):
         cache: where reads are kept while the strategy caches them.
     """
 
-    __slots__ = ("_cache", "_late", "_leaf", "_remote", "_strategy")
+    __slots__ = ("_cache", "_late", "_leaf", "_remote", "_shape", "_strategy")
 
     def __init__(
         self, remote: RemoteVariable, *, tracks: bool, strategy: StrategyHooks, cache: ReadCache
     ) -> None:
         self._remote = remote
+        self._shape = torch.Size(remote.shape)
         self._strategy = strategy
         self._cache = cache
         self._late: weakref.ref[LazyReadTensor] | None = None  # what the last write returned
@@ -126,7 +127,7 @@ class RemoteStorage(VariableStorage):
     @property
     @override
     def shape(self) -> torch.Size:
-        return torch.Size(self._remote.shape)
+        return self._shape
 
     @property
     @override

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,15 @@ from stratagem._wire.messages import SegmentRef, TensorRef
 
 SMALLEST_SEGMENT_BYTES: Final = 1 << 22
 
-_CACHED_VIEWS: Final = 16384
+_KEPT_PLACES: Final = 16384
+
+
+class Placed(NamedTuple):
+    """Place of one tensor in a half: a tensor over the memory, its name in messages, and its bytes."""
+
+    view: Tensor
+    ref: TensorRef
+    memory: memoryview
 
 
 class _Memory:
@@ -154,7 +162,7 @@ class SendBuffers:
         self._slots = self._new_memory()
         self._free_slots: dict[int, list[tuple[shm.Segment, int]]] = {}  # by their bytes
         self._retired: list[_Memory] = []
-        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._placed: dict[tuple[int, int, tuple[int, ...], torch.dtype], Placed] = {}
         self._refs: tuple[SegmentRef, ...] | None = None
 
     def prepare(self) -> None:
@@ -166,17 +174,22 @@ class SendBuffers:
         """Bytes placed in the current half."""
         return self._halves[self.current].used_bytes
 
-    def place(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, TensorRef]:
-        """Place a tensor in the current half: return the tensor, and how messages name it."""
-        segment, offset = self._halves[self.current].place(shm.bytes_for(shape, dtype))
-        # Steps place the same shapes in the same order: tensors over the memory are kept.
+    def place(self, shape: tuple[int, ...], dtype: torch.dtype) -> Placed:
+        """Place a tensor in the current half."""
+        size = shm.bytes_for(shape, dtype)
+        segment, offset = self._halves[self.current].place(size)
+        # Steps place the same shapes in the same order: what was made for a place is kept.
         key = (segment.number, offset, shape, dtype)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= _CACHED_VIEWS:
-                self._views.clear()
-            view = self._views[key] = segment.tensor(offset, shape, dtype)
-        return view, _ref(segment, offset, shape, dtype)
+        placed = self._placed.get(key)
+        if placed is None:
+            if len(self._placed) >= _KEPT_PLACES:
+                self._placed.clear()
+            placed = self._placed[key] = Placed(
+                segment.tensor(offset, shape, dtype),
+                _ref(segment, offset, shape, dtype),
+                segment.buffer(offset, size),
+            )
+        return placed
 
     def new_slot(self, shape: tuple[int, ...], dtype: torch.dtype) -> GradientSlot:
         """Return memory for one parameter's gradient."""
@@ -193,7 +206,7 @@ class SendBuffers:
         """Begin again at the start of the current half: servers have read everything in it."""
         half = self._halves[self.current]
         if half.segments and half.reset():
-            self._views.clear()
+            self._placed.clear()
 
     def switch(self) -> None:
         """Go on with the other half, from its start: servers have read everything in it."""
@@ -211,7 +224,7 @@ class SendBuffers:
         self._halves = (self._new_memory(), self._new_memory())
         self._slots = self._new_memory()
         self._free_slots.clear()
-        self._views.clear()
+        self._placed.clear()
         self.generation += 1
         self.prepare()
 
@@ -247,7 +260,7 @@ class SendBuffers:
 
     def close(self) -> None:
         """Release everything. May be called again."""
-        self._views.clear()
+        self._placed.clear()
         self.release_retired()
         for memory in (*self._halves, self._slots):
             memory.close()

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem._core.torch_patches import private_api
-from stratagem._ps.client.send_buffers import GradientSlot, LentGradient, SendBuffers
+from stratagem._ps.client.send_buffers import GradientSlot, LentGradient, Placed, SendBuffers
 from stratagem._ps.types import Gradient, JoinedGradient
 from stratagem._wire import codec, messages
 from stratagem._wire.frames import Buffer, padded
@@ -114,15 +114,15 @@ class WriteBatch:
         self._destinations = destinations
         self._to: list[Tensor] = []
         self._from: list[Tensor] = []
-        self._reserved: dict[int, tuple[Tensor, TensorRef]] = {}
+        self._reserved: dict[int, Placed] = {}
         self.parts: dict[int, list[ServerPart]] = {}
         self.nbytes = 0
 
     def reserve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory for a tensor that the caller fills and then adds to the batch; it is sent without a copy."""
-        view, ref = self._buffers.place(shape, dtype)
-        self._reserved[id(view)] = view, ref
-        return view
+        placed = self._buffers.place(shape, dtype)
+        self._reserved[id(placed.view)] = placed
+        return placed.view
 
     def assign(self, server: int, variable: int, operation: str, value: Tensor) -> None:
         """Add: ``set``, ``add`` or ``sub`` a value of the variable's shape."""
@@ -269,12 +269,12 @@ class WriteBatch:
             part.buffers.append(codec.bytes_of(tensor))
             return TensorRef(codec.dtype_name(tensor.dtype), shape, len(part.buffers) - 1)
         reserved = self._reserved.get(id(tensor))
-        view, ref = reserved or self._buffers.place(shape, tensor.dtype)
+        view, ref, memory = reserved or self._buffers.place(shape, tensor.dtype)
         if tensor.numel() and reserved is None:
             self._to.append(view)
             self._from.append(tensor.detach() if tensor.requires_grad else tensor)
         if self._destinations[server].shares_memory:
             part.is_shared = True
             return ref
-        part.buffers.append(codec.bytes_of(view))
+        part.buffers.append(memory)
         return TensorRef(ref.dtype, shape, len(part.buffers) - 1)

@@ -72,7 +72,7 @@ class ClientMemory:
         self._tensors: dict[TensorRef, Tensor] = {}
         self._writes: dict[bytes, PreparedWrite] = {}
         self._variables_kept = 0
-        self._last_write: tuple[bytes, PreparedWrite] | None = None  # with buffers
+        self._received: dict[bytes, PreparedWrite] = {}  # writes with buffers, all in one memory
 
     @property
     def refs(self) -> tuple[SegmentRef, ...]:
@@ -139,17 +139,15 @@ class ClientMemory:
         if not raw.spans:
             known = self._writes.get(key)
             return known if known is not None and known.epoch is epoch else None
-        if self._last_write is None:
+        known = self._received.get(key)
+        if known is None or known.epoch is not epoch or known.raw.area is not raw.area:
             return None
-        last_key, known = self._last_write
-        is_same = known.raw.area is raw.area and known.raw.spans == raw.spans
-        return known if is_same and last_key == key and known.epoch is epoch else None
+        return known if known.raw.spans == raw.spans else None
 
     def keep_write(self, key: bytes, write: PreparedWrite) -> None:
         """Keep a prepared write, if that is not too much."""
         if write.raw.spans:
-            is_reused = write.may_repeat and len(write.raw.area) <= REUSED_BYTES
-            self._last_write = (key, write) if is_reused else None
+            self._keep_received(key, write)
             return
         if len(key) > _LONGEST_WRITE_BYTES:
             return
@@ -158,6 +156,15 @@ class ClientMemory:
             self._writes.clear()
             self._variables_kept = len(write.touched)
         self._writes[key] = write
+
+    def _keep_received(self, key: bytes, write: PreparedWrite) -> None:
+        """Keep a write with buffers while its connection receives into the same memory."""
+        area = write.raw.area
+        others = next(iter(self._received.values()), write)
+        if others.raw.area is not area or len(self._received) >= _KEPT_WRITES:
+            self._received.clear()
+        if write.may_repeat and len(area) <= REUSED_BYTES and len(key) <= _LONGEST_WRITE_BYTES:
+            self._received[key] = write
 
     def rest(self) -> None:
         """Let the pages be their owner's alone until they are used again: nothing came for a while."""
@@ -180,4 +187,4 @@ class ClientMemory:
     def _forget_writes(self) -> None:
         self._writes.clear()
         self._variables_kept = 0
-        self._last_write = None
+        self._received.clear()

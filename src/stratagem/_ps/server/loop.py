@@ -28,6 +28,7 @@ from stratagem._ps.server.acceptor import Acceptor
 from stratagem._ps.server.backup_link import BackupLink
 from stratagem._ps.server.data_connection import DataConnection
 from stratagem._ps.server.job_table import JobTable
+from stratagem._ps.server.lent_replies import LentReplies
 from stratagem._ps.server.replication import ON_LINKS, Replication
 from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.server.session_table import SessionTable
@@ -110,6 +111,7 @@ class ParameterServer(Owner):
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._arrivals: deque[DataConnection] = deque()
         self._connections: set[DataConnection] = set()
+        self._lent = LentReplies()
         self._sessions = SessionTable(
             self.task,
             self._budget,
@@ -346,6 +348,7 @@ class ParameterServer(Owner):
         try:
             message: Message | None
             kind = type(frame.message)
+            self._lent.before(kind)
             if kind in _ABOUT_SESSIONS:
                 message = self._about_session(connection, frame.message)
             elif kind is messages.SetBackup:
@@ -380,10 +383,8 @@ class ParameterServer(Owner):
         if message is None or self._replication.hold(connection, frame, message, buffers):
             return  # the reply waits for the backup
         connection.channel.enqueue_reply(frame, message, buffers)
-        # The buffers may be a variable's own memory, which the next write changes: what the socket
-        # does not take at once is copied. Replies without buffers wait for the end of the turn.
-        if buffers and not connection.channel.flush():
-            connection.channel.keep_unsent()
+        if buffers:  # replies without wait for the end of the turn
+            self._lent.flush(connection)
 
     def _about_session(self, connection: DataConnection, message: Message) -> Message:
         """Answer messages about sessions as a whole, and about the server."""
@@ -465,6 +466,7 @@ class ParameterServer(Owner):
 
     def _forget(self, connection: DataConnection) -> None:
         self._connections.discard(connection)
+        self._lent.forget(connection)
         if not connection.is_parked:
             self._selector.unregister(connection.channel)
         self._replication.client_gone(connection)

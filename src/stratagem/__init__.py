@@ -140,11 +140,23 @@ _MODULE_OF = {
 
 __all__ = sorted([*_MODULE_OF, "__version__"])
 
+_NO_DDP = ". For synchronous training on several machines use PyTorch's DistributedDataParallel, or ParameterServerStrategy with staleness=0"
+_TF_NAMES = {
+    "experimental": ". Use sg.compat.experimental, or the name itself, such as sg.ParameterServerStrategy",
+    "coordinator": ". Use sg.ClusterCoordinator",
+    "distribute": ". Its names are attributes of stratagem, such as sg.MirroredStrategy",
+    "function": ". PyTorch needs none: remove it, or use sg.compat.function, which returns its argument",
+    "MultiWorkerMirroredStrategy": _NO_DDP,
+    "TPUStrategy": ". There is no TPU backend",
+}
+"""What to use instead of names of tf.distribute, for error messages."""
+
 
 def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
-        raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
+        hint = _TF_NAMES.get(name, "")
+        raise AttributeError(f"module 'stratagem' has no attribute {name!r}{hint}")
     if module == "":
         return importlib.import_module(f"stratagem.{name}")
     value = getattr(importlib.import_module(f"stratagem.{module}"), name)

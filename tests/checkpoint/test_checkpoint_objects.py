@@ -369,6 +369,8 @@ def test_objects_without_a_state_are_refused_at_once() -> None:
         sg.Checkpoint(thing=object())
     with pytest.raises(TypeError, match="model has type type"):
         sg.Checkpoint(model=nn.Linear)
+    with pytest.raises(TypeError, match=r"Linear without a name.*model=model"):
+        sg.Checkpoint(nn.Linear(1, 1))
 
 
 class Colour:

@@ -68,7 +68,7 @@ def test_workers_may_come_later(
         with late:
             assert [worker.connected for worker in made[0].workers] == [True, True]
             made[0].close()
-    assert "all 2 workers answer after" in caplog.text
+    assert "all workers answer after" in caplog.text
 
 
 def test_a_worker_s_name_may_become_known_later(

@@ -55,6 +55,21 @@ def test_kept_names_are_methods(make) -> None:
                 strategy.experimental_assign_to_logical_device(tensor, wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("experimental", r"sg\.compat\.experimental"),
+        ("coordinator", r"sg\.ClusterCoordinator"),
+        ("function", r"sg\.compat\.function"),
+        ("MultiWorkerMirroredStrategy", "DistributedDataParallel"),
+    ],
+)
+def test_missing_names_of_tf_distribute_say_what_to_use(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=f"'stratagem' has no attribute '{name}'.*{instead}"):
+        getattr(sg, name)
+    assert name not in dir(sg)
+
+
 def test_unknown_names_are_attribute_errors() -> None:
     """A misspelt name is an ordinary AttributeError; V1-only names say where they are."""
     strategy = sg.OneDeviceStrategy("cpu:0")

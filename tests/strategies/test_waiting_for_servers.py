@@ -48,7 +48,7 @@ def test_servers_may_come_later(
             with strategy, strategy.scope():
                 assert sg.Variable(1.0).device == "/job:ps/replica:0/task:0/device:CPU:0"
     assert caplog.text.count("waiting for") == 1
-    assert "all 2 parameter servers answer after" in caplog.text
+    assert "all parameter servers answer after" in caplog.text
 
 
 def test_servers_that_never_come_are_all_named(
@@ -103,7 +103,7 @@ def test_a_name_may_become_known_later(
         thread.join(120.0)
         (strategy,) = made
         strategy.close()
-    assert "all 1 parameter servers answer after" in caplog.text
+    assert "all parameter servers answer after" in caplog.text
 
 
 def test_a_name_that_is_never_resolved(

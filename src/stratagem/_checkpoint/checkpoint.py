@@ -106,7 +106,12 @@ class Checkpoint:
         (True, 3)
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, *unnamed: Any, **objects: Any) -> None:
+        if unnamed:
+            raise TypeError(
+                f"Checkpoint got an object of type {type(unnamed[0]).__name__} without a name: expected names, "
+                "such as sg.Checkpoint(model=model, optimizer=optimizer)."
+            )
         for name, value in objects.items():
             check_objects(value, (name,))
         self._objects = objects

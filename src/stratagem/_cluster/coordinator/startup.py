@@ -97,7 +97,7 @@ def await_workers(engine: Engine) -> None:
             "%d of %d workers answer, going on without the rest: %s", up, wanted, engine.why_down()
         )
     elif late:
-        _log.warning("all %d workers answer after %.1f s", wanted, time.monotonic() - began)
+        _log.warning("all workers answer after %.1f s", time.monotonic() - began)
 
 
 def _wait(engine: Engine, timeout_s: float) -> bool:

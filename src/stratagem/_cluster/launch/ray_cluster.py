@@ -42,7 +42,7 @@ class RayCluster(SupervisedCluster):
     Ray reserves the resources and places the tasks. On every node with tasks, one small agent (a Ray actor) starts
     them as processes. Steps and parameters use Stratagem's own connections, not Ray's.
 
-    The agent replaces a task that ends in a fraction of a second. If a node is lost, its tasks start on other nodes
+    If a task ends, the agent replaces it in a fraction of a second. If a node is lost, its tasks start on other nodes
     when Ray has room for them, and the resolver returns the new addresses. All tasks end with this process, even if
     it is killed with SIGKILL.
 

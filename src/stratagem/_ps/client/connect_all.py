@@ -127,7 +127,7 @@ class _Wait:
             pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
         if self._has_logged:
             waited_s = time.monotonic() - self._began
-            _log.warning("all %d parameter servers answer after %.1f s", self._count, waited_s)
+            _log.warning("all parameter servers answer after %.1f s", waited_s)
 
     def _note(self, connection: ServerConnection, error: Exception | None) -> None:
         if error is None:

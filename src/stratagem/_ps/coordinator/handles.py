@@ -168,7 +168,7 @@ class ObjectHandles:
                 f"({len(missing)} in all), so a worker would train a private copy that no parameter "
                 "server knows. The reason is a __reduce__, __reduce_ex__ or __getstate__ of its class. "
                 "Remove that method, or let it keep `_parameters`, `_buffers` and `_modules` in the "
-                "state, as torch.nn.Module does."
+                "state, as torch.nn.Module does. Train a Keras model with its own fit(), evaluate() and predict()."
             )
 
     def _missing(self, module: nn.Module, named: Collection[Hashable]) -> Iterator[str]:

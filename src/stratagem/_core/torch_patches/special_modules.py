@@ -215,7 +215,19 @@ class _Synchronised(_Special):
 
 
 class _NormOverReplicas(nn.SyncBatchNorm):
-    """SyncBatchNorm whose statistics in training are those of the rows of all replicas."""
+    """SyncBatchNorm whose statistics in training are those of the rows of all replicas.
+
+    torch's own class synchronises processes. Here the replicas exchange their statistics once per layer in forward
+    and once in backward (``all_gather``), and each normalises with mean and variance of all rows, as one device does.
+    Uneven batches and a replica with one row or none are allowed.
+
+    Backward: replica j's loss depends on replica i's rows through the statistics. Replica i's gradients are later
+    weighted by i's share of the rows (`gradients`), although they belong to j's loss. So replica i must receive
+
+        sum over j of  (weight of j) * d loss j / d statistics,   divided by the weight of i
+
+    with weights 1 under ``gradient_aggregation="sum"``.
+    """
 
     @eagerly
     def forward(self, input: Tensor) -> Tensor:

@@ -29,7 +29,10 @@ from stratagem._wire.data_values import make_value
 
 @final
 class LazyReadTensor(Tensor):
-    """Tensor whose value is read at its first use and does not change afterwards.
+    """Return value of a write inside a scheduled function: read at its first use, the same afterwards.
+
+    Most functions never use the value, and waiting for the server's reply would cost more than the write.
+    Other code can use it like any tensor.
 
     Example:
         >>> import torch

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
 from stratagem import metrics as counters
+from stratagem._checkpoint import manager_arguments as arguments
 from stratagem._checkpoint.checkpoint import Checkpoint, HostCopies, ObjectSnapshot
 from stratagem._checkpoint.checkpoint_writer import SaveOrder
 from stratagem._checkpoint.delta_base import DeltaBase
@@ -26,11 +27,6 @@ from stratagem._checkpoint.directory import (
 )
 from stratagem._checkpoint.evaluations import known_checkpoints
 from stratagem._checkpoint.job_position import JobPosition
-from stratagem._checkpoint.manager_arguments import (
-    check_manager_arguments,
-    checked_metrics,
-    checked_step,
-)
 from stratagem._checkpoint.manifest import NAME
 from stratagem._checkpoint.newest_checkpoint import restore_newest
 from stratagem._checkpoint.retention import Best, Due, to_delete
@@ -108,7 +104,7 @@ class CheckpointManager(Owner):
         full_every: int = 1,
         on_server_loss: Literal["partial", "rewind", "raise"] = "partial",
     ) -> None:
-        check_manager_arguments(
+        arguments.check_manager_arguments(
             checkpoint,
             keep_best=keep_best,
             on_server_loss=on_server_loss,
@@ -205,7 +201,7 @@ class CheckpointManager(Owner):
             SystemExit: SIGTERM had arrived; the state has been saved.
         """
         self._check_open()
-        self._seen_step = step = checked_step(step)
+        self._seen_step = step = arguments.checked_step(step)
         if self._position is not None:
             self._position.take(step)
         if self._sigterm is not None and self._sigterm.arrived:
@@ -257,8 +253,8 @@ class CheckpointManager(Owner):
         self._check_continues()
         if step is None:
             step = self._last_step + 1 if self._seen_step is None else self._seen_step
-        step = checked_step(step)
-        numbers = checked_metrics(metrics)
+        step = arguments.checked_step(step)
+        numbers = arguments.checked_metrics(metrics)
         if quiet or self._rewinds:
             drain(self._checkpoint._objects)
         if self._is_behind and not final:

@@ -519,7 +519,7 @@ def test_closing_cancels_and_the_cluster_serves_the_next(
     gate.wait_for_arrival(2)
     first.close()
     first.close()
-    assert caplog.text.count("Call join() first if their results count") == 1
+    assert caplog.text.count("Call join() first, which waits for them") == 1
     gate.open()
     with pytest.raises(ClosureCancelled, match="closed"):
         values[-1].fetch()
@@ -531,7 +531,7 @@ def test_closing_cancels_and_the_cluster_serves_the_next(
     assert second.schedule(lambda: "next").fetch(timeout_s=120) == "next"
     second.join()
     second.close()
-    assert caplog.text.count("Call join() first if their results count") == 1
+    assert caplog.text.count("Call join() first, which waits for them") == 1
 
 
 def test_many_small_closures_all_finish_in_whatever_order(coordinator: ClusterCoordinator) -> None:

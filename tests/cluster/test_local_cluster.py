@@ -124,7 +124,7 @@ def test_a_number_of_tasks_is_a_whole_number(argument: str) -> None:
     wrong: Any
     for wrong in ("2", 1.5, True, None):
         words = re.escape(
-            f"{argument}={wrong!r} is a {type(wrong).__name__}: expected a whole number"
+            f"{argument}={wrong!r} has type {type(wrong).__name__}: expected a whole number"
         )
         with pytest.raises(TypeError, match=words):
             LocalCluster(**{argument: wrong})
@@ -271,7 +271,9 @@ def test_a_strategy_names_what_it_got_instead_of_a_resolver() -> None:
     """The cluster itself and a dict of addresses are likely mistakes."""
     with LocalCluster(workers=1, ps=1, in_process=True) as cluster:
         for given in (cluster, {"worker": ["a:1"], "ps": ["b:1"]}):
-            with pytest.raises(TypeError, match=rf"a {type(given).__name__}: expected a resolver"):
+            with pytest.raises(
+                TypeError, match=rf"has type {type(given).__name__}: expected a resolver"
+            ):
                 sg.ParameterServerStrategy(given)
 
 

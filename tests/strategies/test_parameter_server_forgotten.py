@@ -74,7 +74,7 @@ def test_a_model_that_leads_back_to_itself_may_be_forgotten(
     assert settled(coordinator) == before
     assert reference() is None
     tracker = coordinator.strategy._cluster_views()._tracker
-    assert repr(tracker) == "<ChangeTracker of 0 objects, 0 probed each time>"
+    assert repr(tracker) == "<ChangeTracker of 0 objects, 0 read each time>"
 
 
 class Owner:

@@ -6,11 +6,11 @@ A launcher starts one process (or thread) per order and reports what happens to 
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
-from stratagem._wire.connecting import descriptor_limit
 from stratagem.errors import StartupError
 
 
@@ -87,7 +87,7 @@ def check_open_files(tasks: int) -> None:
     Raises:
         StartupError: the limit, and how to raise it.
     """
-    needed, limit = FILES + FILES_PER_TASK * tasks, descriptor_limit()
+    needed, limit = FILES + FILES_PER_TASK * tasks, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < needed:  # -1 means no limit
         raise StartupError(
             f"this process may have {limit} files and sockets open, and a cluster of {tasks} tasks needs "

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from stratagem._ps.tables.table_gradient import TableGradient
 from stratagem._ps.tables.table_parameter import TableParameter
-from stratagem._ps.tables.writable_rows import WritableRows
+from stratagem._ps.tables.worker_rows import WorkerRows
 
 ROWS, WIDTH = 6, 2
 Update = Callable[[Any], object]
@@ -41,7 +41,7 @@ class InMemory:
 
 
 def table() -> TableParameter:
-    return TableParameter.over(WritableRows(InMemory()))
+    return TableParameter.over(WorkerRows(InMemory(), [], may_write=True))
 
 
 def plain() -> nn.Parameter:

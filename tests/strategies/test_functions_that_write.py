@@ -15,6 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from waiting import Gate, pass_gate
 
 import stratagem as sg
+from stratagem._ps.client.remote_variable import RemoteVariable
+from stratagem._ps.tables import worker_rows
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
 
 pytestmark = [
@@ -281,6 +283,26 @@ def parts_of_tables() -> tuple[Step, list[nn.Module]]:
     return step, [model, frozen]
 
 
+def memory_of_tables() -> tuple[Step, list[nn.Module]]:
+    """Writes that torch does not count, and views that the function keeps over a step."""
+    model = words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(ids: Tensor) -> Tensor:
+        weight = model.table.weight
+        held = weight.data
+        weight.data.numpy()[1] += 0.5
+        weight.detach().data[2] *= 2.0
+        optimizer.zero_grad()
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        held[3:5] = held[0] * 0.5  # the values after the step
+        return loss.detach() + F.embedding(ids, weight.detach()).sum()
+
+    return step, [model]
+
+
 def weight_decay_by_hand(p: nn.Parameter) -> None:
     assert p.grad is not None
     p.grad.add_(p.data, alpha=0.01)
@@ -309,6 +331,7 @@ PROGRAMS: dict[str, Program] = {
             optimizer_of_the_function,
             optimizer_of_the_function_with_a_table,
             parts_of_tables,
+            memory_of_tables,
         )
     },
     "averaged": averaged(AveragedModel),
@@ -372,6 +395,7 @@ def by_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[sg.ClusterCoordinator]
         "clipped_weights",
         "moving_average",
         "parts_of_tables",
+        "memory_of_tables",
         "averaged_at_once",
     ],
 )
@@ -413,24 +437,99 @@ def test_views_of_a_table_are_values_wherever_they_go(alone: sg.ClusterCoordinat
     torch.testing.assert_close(model.table.weight.detach(), expected)
 
 
-def test_a_failing_write_to_part_of_a_table_names_the_table(
-    pair_either_way: sg.ClusterCoordinator,
+@pytest.mark.parametrize(
+    "kind", ["table", "row", "list", "out", "numpy", "put back", "before a step"]
+)
+def test_several_workers_refuse_any_write_to_a_table(
+    pair_either_way: sg.ClusterCoordinator, kind: str
 ) -> None:
-    """With several workers, functions may not write tables."""
     with pair_either_way.strategy.scope():
         model = words()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
 
-    def write(kind: str) -> None:
-        if kind == "row":
-            model.table.weight.data[0].zero_()
+    def write() -> None:
+        weight = model.table.weight
+        if kind == "table":
+            with torch.no_grad():
+                weight.mul_(2.0)
+        elif kind == "row":
+            weight.data[0].zero_()
         elif kind == "list":
             torch._foreach_zero_([p.detach() for p in model.parameters()])
+        elif kind == "out":
+            torch.mul(torch.ones(20, 8).double(), 2.0, out=weight.data)
+        elif kind == "numpy":
+            weight.detach().numpy()[3] = 1.0
+        elif kind == "put back":
+            weight.data.mul_(2.0)
+            weight.data.mul_(0.5)
         else:
-            torch.mul(torch.ones(20, 8).double(), 2.0, out=model.table.weight.data)
+            weight.data[3] = 1.0
+            loss_of(model, BATCHES[0]).backward()
+            optimizer.step()
 
-    for kind in ("row", "list", "out"):
-        with pytest.raises(ForeignParameterError, match=r"a copy of table 'table.weight'"):
-            pair_either_way.schedule(write, args=(kind,)).get(timeout_s=WAIT_S)
+    with pytest.raises(ForeignParameterError, match=r"a copy of table 'table.weight'"):
+        pair_either_way.schedule(write).get(timeout_s=WAIT_S)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_a_view_made_with_gradients_must_not_be_written(alone: sg.ClusterCoordinator) -> None:
+    """It is one of the servers' memory."""
+    with alone.strategy.scope():
+        model = words()
+    before = copy.deepcopy(model.state_dict())
+
+    def write() -> None:
+        turned = model.table.weight.t()
+        with torch.no_grad():
+            turned[0].mul_(2.0)
+
+    with pytest.raises(ForeignParameterError, match="made with gradients enabled"):
+        alone.schedule(write).get(timeout_s=WAIT_S)
+    found = alone.schedule(lambda: model.table(torch.arange(20)).detach()).get(timeout_s=WAIT_S)
+    torch.testing.assert_close(found, before["table.weight"], rtol=0, atol=0)
+
+
+def test_reading_rows_of_a_large_table_does_not_fetch_it(
+    either_way: sg.ClusterCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row or slice is a copy of these rows, and a write to it is refused."""
+    with either_way.strategy.scope():
+        model = words()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = model.table.weight.detach().clone()
+
+    @torch.no_grad()
+    def look(ids: Tensor) -> list[Tensor]:
+        weight = model.table.weight
+        return [weight[3], weight[-2:], weight[1:3, 0], weight[ids], F.embedding(ids, weight)]
+
+    def across_a_step(ids: Tensor) -> bool:
+        with torch.no_grad():
+            row = model.table.weight[1]
+        before = row.clone()
+        loss_of(model, ids).backward()
+        optimizer.step()
+        with torch.no_grad():
+            return torch.equal(row, model.table.weight[1]) and not torch.equal(row, before)
+
+    @torch.no_grad()
+    def write() -> None:
+        model.table.weight[3].zero_()
+
+    either_way.schedule(lambda: None).get(timeout_s=WAIT_S)
+    monkeypatch.setattr(worker_rows, "LARGE_BYTES", 0)
+    monkeypatch.setattr(RemoteVariable, "whole", None)
+    ids = torch.tensor([2, 2, 7])
+    found = either_way.schedule(look, args=(ids,)).get(timeout_s=WAIT_S)
+    wanted = [expected[3], expected[-2:], expected[1:3, 0], expected[ids], expected[ids]]
+    torch.testing.assert_close(found, wanted)
+    assert either_way.schedule(across_a_step, args=(torch.ones_like(BATCHES[0]),)).get(
+        timeout_s=WAIT_S
+    )
+    with pytest.raises(ForeignParameterError, match=r"Write table\.data\[3\] instead"):
+        either_way.schedule(write).get(timeout_s=WAIT_S)
 
 
 def test_nothing_of_a_failed_function_is_kept(alone: sg.ClusterCoordinator) -> None:

@@ -196,6 +196,12 @@ class RemoteVariable:
                 return found
             # A server was replaced meanwhile, and its values and versions are outdated.
 
+    def undo_writes(self) -> None:
+        """Drop what this process wrote to the memory that `whole` returned."""
+        self._assembled = None
+        for one in self.mapped or ():
+            one.undo_writes()
+
     def _put_together(self) -> Tensor:
         """Return the mapped shards in one tensor, whose memory is used again.
 

@@ -112,11 +112,9 @@ class RowGradient:
 
         cast("Any", leaf).register_post_accumulate_grad_hook(arrived)
 
-    def whole_leaf(self, wants_gradient: bool) -> Tensor:
+    def whole_leaf(self) -> Tensor:
         """Return a leaf over the whole table; all uses share one, so that autograd adds up their gradients."""
         current = self._source.whole()
-        if not wants_gradient:
-            return current.detach()
         if self._whole is None or self._whole.data_ptr() != current.data_ptr():
             self._whole = current.detach().requires_grad_()
             self.watch(None, self._whole, sparse=False, skip=None)

@@ -212,6 +212,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     if func in _SAME_MEMORY:
         return _same_memory(cast("TableGradient", first))
+    if _adds_rows(func, args, kwargs):
+        alpha = _SIGNS[func.__name__] * kwargs.get("alpha", 1)
+        return cast("Tensor", first).index_add_(0, args[1].ids, args[1].rows, alpha=alpha)
     rule = _ROWS_SUFFICE.get(func)
     if rule is not None and _are_gradients(first) and rule(*args[1:], **kwargs):
         return _on_rows(func, first, args[1:], kwargs)
@@ -222,6 +225,23 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name: _with_all_rows(one, keep=shares or name == "out") for name, one in kwargs.items()
     }
     return func(*given, **others)
+
+
+_SIGNS = {"add_": 1, "__iadd__": 1, "sub_": -1, "subtract_": -1, "__isub__": -1}
+
+
+def _adds_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator adds rows to a tensor, or subtracts them: an update by hand."""
+    if getattr(func, "__name__", "") not in _SIGNS or len(args) != 2 or set(kwargs) - {"alpha"}:
+        return False
+    total, change = args
+    return (
+        isinstance(change, TableGradient)
+        and change.ids is not None
+        and type(total) is Tensor
+        and total.shape == change.shape
+        and total.dtype is change.rows.dtype
+    )
 
 
 def _are_gradients(first: Any) -> bool:

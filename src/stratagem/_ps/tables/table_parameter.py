@@ -35,10 +35,8 @@ from stratagem._ps.tables.row_gradient import (
     replica_device,
     row_ids,
 )
-from stratagem._ps.tables.table_gradient import ABOUT_THE_TENSOR, TableGradient, writes_first
-from stratagem._ps.tables.table_part import TablePart, part_of, writable_rows
-from stratagem._ps.tables.writable_rows import WritableRows
-from stratagem._wire.data_values import make_tensor
+from stratagem._ps.tables.table_gradient import ABOUT_THE_TENSOR, writes_first
+from stratagem._ps.tables.worker_rows import WorkerRows, refusal
 
 _MOST_AS_ASKED = 1 << 17 if kernels is None else 1 << 24
 """Numbers of a lookup that is copied with its duplicates; in larger ones removing them first costs less time or memory."""
@@ -49,26 +47,17 @@ class TableParameter(nn.Parameter):
 
     source: RowSource
     gradient: RowGradient
-    is_data: bool
-    """Whether it is ``table.data`` or ``table.detach()``, which can be copied and sent: with all rows."""
 
     @classmethod
-    def over(
-        cls, source: RowSource, *, requires_grad: bool = True, is_data: bool = False
-    ) -> TableParameter:
+    def over(cls, source: RowSource, *, requires_grad: bool = True) -> TableParameter:
         """Return a table over rows of a source."""
         # Shape and dtype without memory: torch raises an error in code that bypasses `__torch_function__`
-        # (torch.func wraps the tensor in C++). Code that groups tensors by device sees that of ``table.data``, of which
-        # one element has memory: such code reads NaN, and torch refuses its writes.
-        if is_data:
-            stand_in = torch.full((1,), torch.nan, dtype=source.dtype).expand(source.shape)
-        else:
-            stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        # (torch.func wraps the tensor in C++).
+        stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
         with private_api.WithoutSubclasses():
             table: TableParameter = torch.Tensor._make_subclass(cls, stand_in, requires_grad)
         table.source = source
         table.gradient = RowGradient(source)
-        table.is_data = is_data
         return table
 
     @property
@@ -91,22 +80,25 @@ class TableParameter(nn.Parameter):
     @override
     def __deepcopy__(self, memo: Any) -> Any:
         del memo
-        return self.source.whole().detach().clone() if self.is_data else self.__reduce_ex__(2)
+        return self.__reduce_ex__(2)
 
     @override
     def __reduce_ex__(self, proto: Any) -> Any:
-        if self.is_data:
-            return make_tensor, (self.source.whole().detach(),)
         raise TypeError(
             f"{self!r} cannot be copied or pickled: its rows are on parameter servers. Use "
-            "state_dict() on the coordinator, or table.detach().clone() for a copy of all rows."
+            "state_dict() on the coordinator, or table.detach() for a copy of all rows."
         )
 
     def whole_leaf(self) -> Tensor:
         """Return the whole table on the replica's device; its gradient comes back to the host."""
-        leaf = self.gradient.whole_leaf(self._wants_gradient())
+        leaf = self.gradient.whole_leaf() if self._wants_gradient() else self.plain()
         device = replica_device()
         return leaf if device is None else leaf.to(device)
+
+    def plain(self) -> Tensor:
+        """Return all rows without a gradient, on a worker a view of the function's copy."""
+        source = self.source
+        return source.copy() if isinstance(source, WorkerRows) else source.whole().detach()
 
     def lookup(self, ids: Tensor, *, sparse: bool = False, skip: int | None = None) -> RowLookup:
         """Fetch the rows of `ids`; `skip` is the position of a row without a gradient (padding)."""
@@ -159,11 +151,15 @@ class TableParameter(nn.Parameter):
         with private_api.WithoutSubclasses():
             return self.requires_grad and torch.is_grad_enabled()
 
-    def _refuse_if_trained(self) -> None:
+    def _to_write(self) -> Tensor:
+        """Return the rows for an operator that writes them."""
         if self._wants_gradient():
             raise RuntimeError(  # in torch's own words
                 "a leaf Variable that requires grad is being used in an in-place operation."
             )
+        if isinstance(self.source, WorkerRows):
+            return self.source.to_write()
+        raise refusal(self.source.name)
 
 
 @eagerly
@@ -179,22 +175,15 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "backward" and func is not Tensor.backward:
         return _backward_to(*args, **kwargs)  # torch.autograd's, wrapped or not
     target = args[0] if args else next(iter(kwargs.values()), None)
-    if writes_first(func):
-        if isinstance(target, TableParameter):
-            return _write(func, target, args[1:], kwargs)
-        if isinstance(target, (list, tuple)):  # torch._foreach_mul_
-            args, target = ([_to_write(one) for one in target], *args[1:]), None
-    elif isinstance(target, TableParameter) and not target._wants_gradient():
-        views = part_of(func, target, target.source, args[1:], kwargs)
-        if views is not None:
-            return views
-    if isinstance(out := kwargs.get("out"), TableParameter):
-        kwargs = {**kwargs, "out": _to_write(out)}
-    with private_api.WithoutSubclasses():
-        return func(
-            *[_materialise(arg) for arg in args],
-            **{key: _materialise(value) for key, value in kwargs.items()},
-        )
+    writes = writes_first(func)
+    if writes:
+        kwargs = kwargs if args else dict([*kwargs.items()][1:])  # nn.init.zeros_(tensor=table)
+        args = (_to_write(target), *args[1:])
+    if "out" in kwargs:
+        kwargs = {**kwargs, "out": _to_write(kwargs["out"])}
+    given = {name: _materialise(one) for name, one in kwargs.items()}
+    result = func(*map(_materialise, args), **given)
+    return target if writes and isinstance(target, TableParameter) else result
 
 
 # ------------------------------------------------------------------ operators that look rows up
@@ -310,22 +299,33 @@ def _index_select(input: Any, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _getitem(table: TableParameter, key: Any) -> Tensor:
-    if not table._wants_gradient():
-        view: Tensor | None = part_of(Tensor.__getitem__, table, table.source, (key,), {})
-        if view is not None:
-            return view
+    source, parts = table.source, key if isinstance(key, tuple) else (key,)
+    # In plain PyTorch, such an index gives a view, through which code may write the table.
+    is_view = isinstance(source, WorkerRows) and not table._wants_gradient()
+    is_view = is_view and not any(_copies(part) for part in parts)
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
-    ids = row_ids(first, table.source.shape[0])
+    ids = row_ids(first, source.shape[0])
     if ids is None or any(isinstance(part, (Tensor, list)) for part in rest):
         return table.whole_leaf()[key]
+    if is_view and not cast("WorkerRows", source).copies_parts():
+        return table.plain()[key]
     found = table.lookup(ids)
     # A table looked up in order, without repetition, needs no second gather.
     in_order = ids.dim() == 1 and found.unique.numel() == ids.numel()
     is_leaf = in_order and torch.equal(found.unique, ids.cpu())
     rows = found.rows if is_leaf else found.spread()
+    if is_view:
+        cast("WorkerRows", source).keep_part(ids, rows)
     if not rest:
         return rows
     return rows[(slice(None),) * ids.dim() + tuple(rest)]
+
+
+def _copies(part: Any) -> bool:
+    """Return whether a part of an index makes torch return a copy."""
+    return isinstance(part, bool) or not (
+        part is None or part is Ellipsis or isinstance(part, (int, slice))
+    )
 
 
 def _differentiate(
@@ -420,52 +420,26 @@ def _set_grad(table: TableParameter, value: Tensor | None) -> None:
     table.gradient.replace(value)
 
 
-def _get_data(table: TableParameter) -> TableParameter:
-    """Return ``table.data``: a table without gradients, so that writes into it are noticed."""
-    return TableParameter.over(table.source, requires_grad=False, is_data=True)
-
-
 def _set_data(table: TableParameter, value: Tensor) -> None:
-    if isinstance(table.source, WritableRows):
+    if isinstance(table.source, WorkerRows):
         table.source.replace(_materialise(value))
     else:
-        writable_rows(table.source)  # raises the error
+        raise refusal(table.source.name)
 
 
 def _to_write(value: Any) -> Any:
-    """Return the tensor that an operator writes in place of a table or view."""
+    """Return what an operator writes in place of a table, or of the tables of a list (``torch._foreach_mul_``)."""
     if isinstance(value, TableParameter):
-        value._refuse_if_trained()
-        return writable_rows(value.source)
-    return value.writable() if isinstance(value, TablePart) else value
-
-
-def _write(func: Any, table: TableParameter, args: Sequence[Any], kwargs: Any) -> TableParameter:
-    """Run an in-place operator on a table that functions may write."""
-    table._refuse_if_trained()
-    source, change = table.source, args[0] if args else kwargs.get("other")
-    rows = writable_rows(source)
-    assert isinstance(source, WritableRows)
-    if not isinstance(change, TableGradient) or not source.add_rows(
-        func, change, kwargs.get("alpha", 1)
-    ):
-        with private_api.WithoutSubclasses():
-            given = {key: _materialise(value) for key, value in kwargs.items()}
-            func(rows, *[_materialise(arg) for arg in args], **given)
-    return table
+        return value._to_write()
+    return type(value)(map(_to_write, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _materialise(value: Any) -> Any:
+    """Return a value with plain tensors in place of tables."""
     if isinstance(value, TableParameter):
         return value.whole_leaf()
-    if isinstance(value, TablePart):
-        return value.read()
-    if isinstance(value, TableGradient):
-        return value.whole()
-    if isinstance(value, (list, tuple)) and any(
-        isinstance(one, (TableParameter, TableGradient, TablePart)) for one in value
-    ):
-        return type(value)(_materialise(one) for one in value)
+    if isinstance(value, (list, tuple)) and any(isinstance(one, TableParameter) for one in value):
+        return type(value)(map(_materialise, value))
     return value
 
 
@@ -485,9 +459,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     cast("Any", Tensor.device).__get__: lambda table: torch.device("cpu"),
     cast("Any", Tensor.is_meta).__get__: lambda table: False,
     Tensor.get_device: lambda table: -1,
-    Tensor.detach: _get_data,
-    torch.detach: _get_data,
-    _DATA.__get__: _get_data,
+    **dict.fromkeys((Tensor.detach, torch.detach, _DATA.__get__), TableParameter.plain),
     _DATA.__set__: _set_data,
     _GRAD.__get__: _get_grad,
     _GRAD.__set__: _set_grad,

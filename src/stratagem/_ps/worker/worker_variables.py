@@ -34,9 +34,8 @@ from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.optimizer_settings import Settings, changed_settings
 from stratagem._ps.placement import Description
-from stratagem._ps.tables.row_gradient import RowSource
 from stratagem._ps.tables.table_parameter import TableParameter
-from stratagem._ps.tables.writable_rows import WritableRows
+from stratagem._ps.tables.worker_rows import WorkerRows
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder
 from stratagem._ps.worker.dense_parameter import DenseParameter, begin_closure
 from stratagem._ps.worker.gradient_push import WATCHED, StepBuilder
@@ -84,7 +83,7 @@ class WorkerVariables:
         self._has_moved = False  # a backup has taken variables over: parameters lie over old memory
         if client.failover is not None:
             client.failover.on_move = self._forget_memory
-        self._written = WrittenParameters(self._dense, self._tables, is_sole=is_sole)
+        self._written = WrittenParameters(self._dense, is_sole=is_sole)
         self._steps = StepBuilder(client, self._dense, self._tables, held=rounds)
         is_one = replicas == 1  # gradients of several are written into the leaves at each step
         self._round = RoundSteps(self._dense, self._tables, compares=is_one) if rounds else None
@@ -130,7 +129,7 @@ class WorkerVariables:
         remote = self.remote(description)
         if as_table:
             may_write = self._written.is_sole and not is_replicated
-            source: RowSource = WritableRows(remote) if may_write else remote
+            source = WorkerRows(remote, self._written.copied, may_write=may_write)
             table = TableParameter.over(source, requires_grad=requires_grad)
             self._tables[id(table)] = (table, remote)
             return table
@@ -236,6 +235,7 @@ class WorkerVariables:
             # writes there from all later closures.
             if self._dense:
                 written = self._written.undo(may_be=may_be_written)
+            self._written.forget_copies()
             for buffer in self._buffers:
                 buffer.put_back()
             unknown = self.new_buffers.take_back()
@@ -275,14 +275,14 @@ class WorkerVariables:
                 self._round.note(number, optimizer)
             settings = changed_settings(optimizer, initial)
             changed = [buffer for buffer in self._buffers if buffer.is_changed()]
-            written = self._written.find()
+            written, tables = self._written.find(), self._written.tables()
             trained: Any = ()
 
             def first(batch: WriteBatch) -> None:
                 nonlocal trained
-                trained = self._written.add_changes(written, batch)
+                trained = self._written.add_changes(written, tables, batch)
 
-            kept = not changed and not written and not self._written.has_tables()
+            kept = not changed and not written and not tables
             step = self._steps.build(number, optimizer, settings, None if kept else first)
             for buffer in changed:
                 buffer.add_change(step.batch)
@@ -308,6 +308,7 @@ class WorkerVariables:
         for dense in written:
             dense.undo_write()
         self._written.check(trained, versions, own=2)
+        self._written.follow_step()
         self._note_staleness(step.watched, versions)
         self._follow_move()
         if self._copies:
@@ -354,15 +355,15 @@ class WorkerVariables:
         """Send the buffers and parameters that the function wrote; return whether it may have written parameters."""
         buffers = [buffer for buffer in self._buffers if buffer.is_changed()]
         suspects = self._written.suspects()
-        written = self._written.allowed(suspects)
-        if not buffers and not written and not self._written.has_tables():
+        written, tables = self._written.allowed(suspects), self._written.tables()
+        if not buffers and not written and not tables:
             return bool(suspects)
         versions: Mapping[tuple[int, int], int] = {}
         with self.client.lock:
             batch = self.client.batch()
             for buffer in buffers:
                 buffer.add_change(batch)
-            trained = self._written.add_changes(written, batch)
+            trained = self._written.add_changes(written, tables, batch)
             if not batch.is_empty:
                 self.client.send(batch)
             if trained:

@@ -9,15 +9,15 @@ each would overwrite the others' updates, so the function gets an error.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, final
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, cast, final
 
+from torch import Tensor
 from typing_extensions import override
 
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
-from stratagem._ps.tables.table_parameter import TableParameter
-from stratagem._ps.tables.writable_rows import WritableRows
+from stratagem._ps.tables.worker_rows import WorkerRows
 from stratagem._ps.worker.dense_parameter import COMPARED, DenseParameter, written_among
 from stratagem.errors import ForeignParameterError
 
@@ -45,19 +45,15 @@ class WrittenParameters:
 
     Args:
         dense: all dense parameters, by the id of their leaves.
-        tables: all tables by their ids, each with its variable.
         is_sole: whether the cluster has no other worker.
+
+    Attributes:
+        copied: the tables of which the function has copies.
     """
 
-    def __init__(
-        self,
-        dense: dict[int, DenseParameter],
-        tables: dict[int, tuple[TableParameter, RemoteVariable]],
-        *,
-        is_sole: bool,
-    ) -> None:
+    def __init__(self, dense: dict[int, DenseParameter], *, is_sole: bool) -> None:
         self._dense = dense
-        self._tables = tables
+        self.copied: list[WorkerRows] = []
         self.is_sole = is_sole
         self._turn = 0  # parameter to search next for writes that torch did not count
         self.has_sent = False
@@ -91,21 +87,31 @@ class WrittenParameters:
             if not one.leaf.requires_grad or self.is_sole or not one.is_changed()
         ]
 
-    def has_tables(self) -> bool:
-        """Return whether the function wrote a table."""
-        return self.is_sole and any(True for _ in self._written_tables())
+    def tables(self) -> list[tuple[RemoteVariable, Tensor]]:
+        """Return the tables that the function wrote, with their values."""
+        found = [(cast("RemoteVariable", one.source), one.written()) for one in self.copied]
+        return [(remote, value) for remote, value in found if value is not None]
 
-    def _written_tables(self) -> Iterator[tuple[WritableRows, RemoteVariable]]:
-        for table, remote in self._tables.values():
-            if isinstance(table.source, WritableRows) and table.source.is_written:
-                yield table.source, remote
+    def follow_step(self) -> None:
+        """Update the function's copies of tables after a step of an optimizer."""
+        for one in self.copied:
+            one.follow_step()
 
-    def add_changes(self, written: Iterable[DenseParameter], batch: WriteBatch) -> list[_Base]:
+    def forget_copies(self) -> None:
+        """Forget the function's copies of tables, at its end."""
+        for one in self.copied:
+            one.forget()
+        self.copied.clear()
+
+    def add_changes(
+        self,
+        written: Iterable[DenseParameter],
+        tables: Iterable[tuple[RemoteVariable, Tensor]],
+        batch: WriteBatch,
+    ) -> list[_Base]:
         """Add the values that differ from the servers' to a batch; return the trained ones."""
         trained: list[_Base] = []
-        for rows, remote in self._written_tables():
-            value = rows.take()
-            assert value is not None
+        for remote, value in tables:
             remote.add_assign(batch, "set", value)
             trained.append(_Base(remote, remote.seen))
         for dense in written:
@@ -139,8 +145,6 @@ class WrittenParameters:
 
     def discard(self) -> None:
         """Forget what a failed function wrote."""
-        for rows, _ in self._written_tables():
-            rows.take()
         for dense in self.find():
             dense.undo_write()
 

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Final, SupportsFloat, final
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, final
 
 from stratagem._recorders import Counter, Distribution, Gauge, Recorder, ScalarRecorder, Timer
 from stratagem._snapshots import (
@@ -26,7 +26,9 @@ from stratagem._snapshots import (
     Snapshot,
     merge,
 )
-from stratagem._streaming_metrics import AUC, Accuracy, Mean
+
+if TYPE_CHECKING:
+    from stratagem._streaming_metrics import AUC, Accuracy, Mean
 
 __all__ = [
     "AUC",
@@ -58,6 +60,15 @@ EVENT_LIMIT: Final = 1500
 SCALAR_LIMIT: Final = 500  # names of logged values per process; a heartbeat carries all of them
 
 _log = logging.getLogger("stratagem.metrics")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the metrics that compute with torch when they are used: the owner of a cluster imports no torch."""
+    if name not in ("AUC", "Accuracy", "Mean"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from stratagem import _streaming_metrics
+
+    return getattr(_streaming_metrics, name)
 
 
 @final

@@ -148,6 +148,25 @@ sg.LocalCluster(workers=1, ps=1)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["torch", "json"])
+def test_a_program_imports_while_its_cluster_starts(first: str) -> None:
+    """What its strategy and its first optimizer need; a process that only owns the cluster imports no torch."""
+    code = (
+        f"import sys, {first}, stratagem as sg; cluster = sg.LocalCluster(1, 1); cluster.close(); "
+        "print([name in sys.modules for name in ('stratagem._strategies.parameter_server', 'torch._dynamo', 'torch')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": SRC},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert done.stdout.strip() == str([first == "torch"] * 3)
+
+
 def test_ctrl_c_while_the_cluster_starts_returns_at_once() -> None:
     """The process that starts tasks is ended although it still imports, and leaves nothing."""
     parent = subprocess.Popen(

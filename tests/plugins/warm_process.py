@@ -28,9 +28,9 @@ from typing import Any
 def main() -> None:
     """Serve requests until the connection ends. Returns only in the fork that runs a program."""
     sys.path[:] = json.loads(sys.argv[2])
-    from stratagem._cluster.launch import fork_server
+    from stratagem._cluster.launch import launcher
 
-    fork_server.import_all()
+    launcher.import_all()
     gc.collect()
     gc.freeze()
     line = socket.socket(fileno=int(sys.argv[1]))

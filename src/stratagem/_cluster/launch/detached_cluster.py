@@ -25,6 +25,7 @@ from stratagem._cluster.launch.cluster_file import (
     read_cluster_file,
     resolver_of,
 )
+from stratagem._cluster.launch.launcher import import_meanwhile
 from stratagem._cluster.launch.local_cluster import START_TIMEOUT_S, LocalCluster
 from stratagem.errors import StartupError
 
@@ -190,6 +191,7 @@ def _start(name: str, workers: int, ps: int, timeout_s: float) -> None:
             start_new_session=True,  # Ctrl-C and the end of the terminal are not for it
         )
     deadline = time.monotonic() + timeout_s
+    import_meanwhile()
     while not is_running(name):
         if process.poll() is not None or time.monotonic() > deadline:
             late = process.poll() is None

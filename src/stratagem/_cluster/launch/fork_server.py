@@ -39,9 +39,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from stratagem import config
-from stratagem._cluster.launch.launcher import TaskEvent, TaskOrder
+from stratagem._cluster.launch.launcher import TaskEvent, TaskOrder, import_all
 from stratagem._cluster.launch.task_process import name_process
-from stratagem._cluster.launch.tasks import run_task, warm_up
+from stratagem._cluster.launch.tasks import run_task
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -250,16 +250,9 @@ def fork_server_main(command: int, events: int, parent: int) -> None:
     os.set_inheritable(events, False)
     name_process("sg-fork-server")
     import_all()
-    gc.collect()
     gc.freeze()  # pages shared with the children stay shared
+    gc.enable()
     _Server(command, events, parent).run()
-
-
-def import_all() -> None:
-    """Import what tasks need, once for all of them."""
-    import stratagem._strategies.parameter_server  # noqa: F401
-
-    warm_up()
 
 
 def die_with_parent(parent: int) -> None:

@@ -7,6 +7,7 @@ A launcher starts one process (or thread) per order and reports what happens to 
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
@@ -93,3 +94,21 @@ def check_open_files(tasks: int) -> None:
             f"this process may have {limit} files and sockets open, and a cluster of {tasks} tasks needs "
             f"{needed}: raise the limit with `ulimit -n {max(1024, needed)}`."
         )
+
+
+def import_all() -> None:
+    """Import what a process of a cluster needs sooner or later, and torch's compiler, which every optimizer imports."""
+    import torch
+
+    import stratagem._strategies.parameter_server  # noqa: F401
+
+    torch.compiler.disable(import_all)
+
+
+def import_meanwhile() -> None:
+    """Import what this process needs when its cluster is up, while the cluster's processes start.
+
+    A process that has not imported torch only owns the cluster, and needs none of it.
+    """
+    if "torch" in sys.modules:
+        import_all()

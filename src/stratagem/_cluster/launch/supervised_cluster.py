@@ -11,9 +11,6 @@ from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._cluster.discovery.resolvers import ClusterResolver, LiveResolver
 from stratagem._cluster.launch.supervisor import TaskSupervisor
 from stratagem._owner import Owner
-from stratagem._wire import messages
-from stratagem._wire.cluster_key import cluster_key
-from stratagem._wire.connecting import connect
 from stratagem.errors import MisuseError, WireError
 
 RETIRE_TIMEOUT_S: Final = 30.0
@@ -107,6 +104,11 @@ class SupervisedCluster(Owner):
 
 def _retire(address: str, key: str) -> bool:
     """Ask a worker to end as soon as no coordinator uses it; return False if it does not answer."""
+    # Not at the top: a process that only owns a cluster imports no torch.
+    from stratagem._wire import messages
+    from stratagem._wire.cluster_key import cluster_key
+    from stratagem._wire.connecting import connect
+
     try:
         with connect(address, key=cluster_key(key), timeout_s=RETIRE_TIMEOUT_S) as channel:
             channel.request(messages.Retire(), timeout_s=RETIRE_TIMEOUT_S)

@@ -16,9 +16,9 @@ import torch
 from typing_extensions import override
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.launch.launcher import check_open_files
+from stratagem._cluster.launch.launcher import check_open_files, import_all
 from stratagem._cluster.launch.task_process import name_process, threads_of_task
-from stratagem._cluster.launch.tasks import Task, announce, make_task, warm_up
+from stratagem._cluster.launch.tasks import Task, announce, make_task
 from stratagem._cluster.worker.worker import Worker
 from stratagem._owner import Owner
 from stratagem._ps.malloc import keep_freed_memory
@@ -119,7 +119,7 @@ class Server(Owner):
         if self._task is not None or self._closed.is_set():
             return
         check_open_files(1)
-        warm_up()
+        import_all()
         role = "ps" if self.job_name == "ps" else "worker"
         self._task = make_task(
             role,

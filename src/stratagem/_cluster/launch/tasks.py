@@ -201,13 +201,6 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
         task.serve()
 
 
-def warm_up() -> None:
-    """Make torch import its compiler now: the first optimizer of a process does it, for 1.5 s."""
-    weight = torch.zeros(1, requires_grad=True)
-    weight.grad = torch.zeros(1)
-    torch.optim.SGD([weight], lr=0.1).step()
-
-
 def _task_key(text: str | None, address: str, tls: TlsFiles | None) -> ClusterKey:
     """Return the key of a task that listens on `address`.
 

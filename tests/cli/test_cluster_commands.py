@@ -35,7 +35,7 @@ def test_top_shows_what_every_task_does(spec_text, capsys):
     assert cli.main(["top", "--once", "--cluster", spec_text]) == 0
     out = capsys.readouterr().out
     assert "worker 0 idle 0 steps" in out
-    assert "ps 0 running 0 kB 0 updates" in out
+    assert "ps 0 running 0 B 0 updates" in out
 
 
 def test_top_without_the_key_learns_nothing(spec_text, capsys, monkeypatch):

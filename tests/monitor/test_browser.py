@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from waiting import wait_until
 
 import stratagem as sg
 
@@ -126,7 +127,7 @@ def test_the_page_moves_and_shows_a_killed_worker(training: Training, browser, t
         visit.page.goto(page.url)
         assert "token" not in visit.page.url
         visit.page.locator("#summary").get_by_text("healthy").wait_for()
-        page.monitor.wait_for(lambda view: (view.steps_per_s or 0) > 0 and bool(view.tables), 100)
+        wait_until(lambda: (page.view.steps_per_s or 0) > 0 and page.view.tables)
         before = visit.points()
         visit.until(POINTS_ABOVE % (before + 2))
         visit.page.locator("#workers").get_by_text("worker 1").wait_for()
@@ -160,7 +161,7 @@ def test_the_page_moves_and_shows_a_killed_worker(training: Training, browser, t
             assert len(shown) > 10_000
 
         sg.metrics.log(SCRIPT, 1.0)  # the page draws the name as text
-        page.monitor.wait_for(lambda view: any(one.name == SCRIPT for one in view.scalars), 100)
+        wait_until(lambda: any(one.name == SCRIPT for one in page.view.scalars))
         visit.until(POINTS_ABOVE % (visit.points() + 2))
         assert visit.page.evaluate("window.pwned") is None
         assert visit.errors == []
@@ -175,12 +176,8 @@ def test_the_report_opens_without_a_server(training: Training, browser, tmp_path
     """The saved file shows the run from disk, without any request to a network."""
     with sg.dashboard(training.coordinator, title="A run") as page:
         sg.metrics.log(SCRIPT, 1.0)
-        page.monitor.wait_for(
-            lambda view: (
-                any(one.name == SCRIPT for one in view.scalars) and len(view.series.times) > 2
-            ),
-            100,
-        )
+        wait_until(lambda: any(one.name == SCRIPT for one in page.view.scalars))
+        wait_until(lambda: len(page.view.series.times) > 2)
         report = page.save(tmp_path / "report.html")
     visit = Visit(browser)
     asked: list[str] = []

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 import stratagem as sg
 from stratagem import metrics
@@ -79,7 +80,7 @@ def test_a_hostile_name_stays_inside_its_label() -> None:
     with sg.OneDeviceStrategy("cpu:0") as strategy, sg.dashboard(strategy) as page:
         name = 'x"} 1\nstratagem_up{task="fake'
         sg.metrics.log(name, 2.5)
-        page.monitor.wait_for(lambda view: any(one.name == name for one in view.scalars), 60)
+        wait_until(lambda: any(one.name == name for one in page.view.scalars))
         request = urllib.request.Request(
             page.metrics_url, headers={"Authorization": f"Bearer {page.token}"}
         )

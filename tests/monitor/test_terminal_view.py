@@ -7,12 +7,10 @@ from rich.console import Console
 from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
 from stratagem._monitor.terminal_view import (
     Curve,
-    LinesView,
-    LiveView,
     Picture,
+    TerminalView,
     draw,
     one_line,
-    open_view,
 )
 
 
@@ -87,14 +85,18 @@ def test_remaining_time_is_unknown_before_the_first_step():
 
 def test_a_pipe_gets_lines_and_a_terminal_gets_a_picture(monkeypatch):
     """CI logs are not flooded with control characters."""
-    assert isinstance(open_view(stream=io.StringIO()), LinesView)
-    assert isinstance(LiveView(Console(file=io.StringIO(), force_terminal=True)), LiveView)
+    assert not TerminalView(io.StringIO()).is_live
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any file for a terminal
+    assert TerminalView(io.StringIO()).is_live
+    assert not TerminalView(io.StringIO(), plain=True).is_live
 
 
 def test_lines_come_seldom_but_the_last_one_always():
     """A thousand updates in a moment print once, and the end prints again."""
     stream = io.StringIO()
-    with LinesView(stream) as view:
+    with TerminalView(stream) as view:
         for done in range(1, 101):
             view.show(_picture(done=done))
     lines = stream.getvalue().splitlines()

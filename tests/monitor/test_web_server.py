@@ -23,6 +23,7 @@ from stratagem._monitor.cluster_view import (
     WorkerView,
 )
 from stratagem._monitor.page import write_report
+from stratagem._monitor.view_tables import server_rows, table_rows, worker_rows
 from stratagem._snapshots import Event
 
 SCRIPT = "<script>window.pwned=1</script>"
@@ -175,9 +176,9 @@ def test_no_text_of_the_cluster_becomes_html(tmp_path) -> None:
     for shown in (
         markup.summary(view),
         markup.advice_list(view),
-        markup.worker_table(view.workers),
-        markup.server_table(view.servers),
-        markup.table_table(view),
+        markup.table(worker_rows(view)),
+        markup.table(server_rows(view)),
+        markup.table(table_rows(view)),
         markup.event_list(view.events),
     ):
         assert "<script" not in shown

@@ -16,7 +16,7 @@ from stratagem._monitor.advice import advise
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.monitor import Monitor
 from stratagem._monitor.sample_sources import ClusterSource
-from stratagem._monitor.terminal_view import open_view, picture_of
+from stratagem._monitor.terminal_view import TerminalView, picture_of
 
 _TITLE = "stratagem top"
 
@@ -31,7 +31,7 @@ def watch(*, cluster: str | None, once: bool, interval_s: float) -> int:
         if once and any(worker.state == "running" for worker in first.workers):
             time.sleep(interval_s)  # rates need two samples
             first = monitor.look()
-        with open_view() as view:
+        with TerminalView() as view:
             view.show(picture_of(first, title=_TITLE))
             if once or gone:
                 return int(gone)

@@ -7,7 +7,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,14 +159,8 @@ def _watched(
 
     if report is not None:
         require_bokeh()
-    with ExitStack() as opened:
-        listeners = []
-        if tensorboard is not None:
-            from stratagem._monitor.tensorboard_scalars import TensorBoardScalars
-
-            listeners.append(opened.enter_context(TensorBoardScalars(tensorboard)).write)
-        monitor = Monitor(ProgramSource(strategy), listeners=tuple(listeners))
-        opened.enter_context(monitor.start())
+    with Monitor(ProgramSource(strategy), tensorboard=tensorboard) as monitor:
+        monitor.start()
         try:
             yield
         finally:

@@ -39,7 +39,7 @@ from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.dashboard import dashboard
 from stratagem._monitor.monitor import Monitor
 from stratagem._monitor.sample_sources import ProgramSource
-from stratagem._monitor.terminal_view import Curve, LinesView, Picture, View, open_view
+from stratagem._monitor.terminal_view import Curve, Picture, TerminalView
 from stratagem._ps.partition import MinSizePartitioner
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 from stratagem.errors import StartupError
@@ -93,7 +93,7 @@ def run_demo(options: DemoOptions) -> int:
     """Run the demonstration; return the exit code."""
     torch.manual_seed(0)
     plain = options.plain or config.environment("CI") is not None
-    view = open_view(plain=plain)
+    view = TerminalView(plain=plain)
     Path(options.output).mkdir(parents=True, exist_ok=True)  # fail before the training
     view.say(f"starting {options.workers} workers and {options.ps} parameter servers …")
     with LocalCluster(workers=options.workers, ps=options.ps) as cluster:
@@ -125,7 +125,7 @@ class _Training:
         options: DemoOptions,
         cluster: LocalCluster,
         coordinator: ClusterCoordinator,
-        view: View,
+        view: TerminalView,
     ) -> None:
         self._options = options
         self._cluster = cluster
@@ -260,7 +260,7 @@ class _Training:
     def _mark(self, what: str) -> None:
         """Record an event, for the picture and for the curves."""
         self._progress.marks.append((self._progress.elapsed_s, what))
-        if isinstance(self._view, LinesView):
+        if not self._view.is_live:
             self._view.say(f"{self._progress.elapsed_s:.1f} s: {what}")
 
     def _picture(self, cluster: ClusterView, *, finished: bool = False) -> Picture:

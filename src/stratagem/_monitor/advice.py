@@ -5,12 +5,11 @@ Pure: a function of a `ClusterView`. Every rule compares measured figures with a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
+from stratagem._monitor.cluster_view import ClusterView, ServerView
+from stratagem._monitor.view_tables import share
 
 SERVER_BUSY: Final = 0.85
 """A server that works for this share of the time delays most requests."""
@@ -35,12 +34,11 @@ HOT: Final = 0.6
 """Share of all rows that one table delivers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Advice:
+class Advice(NamedTuple):
     """One finding and its remedy.
 
     Example:
-        >>> str(Advice(kind="server busy", finding="server 1 is busy 96 %", remedy="add a server"))
+        >>> str(Advice("server busy", "server 1 is busy 96 %", "add a server"))
         'server 1 is busy 96 %: add a server'
     """
 
@@ -61,20 +59,10 @@ def advise(view: ClusterView) -> tuple[Advice, ...]:
         >>> [str(one) for one in advise(ClusterView(time_s=0.0, servers=(busy,)))]
         ['server 1 is busy 96 %: add a server or use more shards']
     """
-    found = [
-        *_lost(view),
-        *_not_finite(view),
-        *_busy_servers(view),
-        *_memory(view),
-        *_input(view),
-        *_work(view),
-        *_processors(view),
-        *_stragglers(view),
-        *_writing(view),
-        *_reading(view),
-    ]
-    if not any(one.kind == "processors" for one in found):
-        found += _computing(view)
+    rules = _lost, _not_finite, _servers, _input, _work, _processors, _stragglers, _phases
+    found = [one for rule in rules for one in rule(view)]
+    if any(one.kind == "processors" for one in found):  # they compute longer because they wait
+        found = [one for one in found if one.kind != "computing"]
     return tuple(found)
 
 
@@ -87,78 +75,59 @@ def bottleneck(view: ClusterView) -> str:
 
 
 def _lost(view: ClusterView) -> Iterator[Advice]:
-    states = {one.state for one in view.workers} | {one.state for one in view.servers}
+    states = {one.state for one in view.tasks}
     if "wrong key" in states:
         yield Advice(
-            kind="wrong key",
-            finding="tasks run with another cluster key, or with certificates of another authority",
-            remedy="set STRATAGEM_CLUSTER_KEY or STRATAGEM_CLUSTER_KEY_FILE (and STRATAGEM_TLS_CA) as for the tasks",
+            "wrong key",
+            "tasks run with another cluster key, or with certificates of another authority",
+            "set STRATAGEM_CLUSTER_KEY or STRATAGEM_CLUSTER_KEY_FILE (and STRATAGEM_TLS_CA) as for the tasks",
         )
     if "refused" in states:
         yield Advice(
-            kind="refused",
-            finding="tasks run another release of stratagem, or use TLS where this process does not",
-            remedy="use the same release and the same STRATAGEM_TLS_ settings as the tasks",
+            "refused",
+            "tasks run another release of stratagem, or use TLS where this process does not",
+            "use the same release and the same STRATAGEM_TLS_ settings as the tasks",
         )
     for worker in view.workers:
         if worker.state in ("lost", "no answer"):
-            yield Advice(
-                kind="worker lost",
-                finding=f"{worker.name} does not answer",
-                remedy="its closures run on other workers; look at its log and its host",
-            )
+            remedy = "its closures run on other workers; look at its log and its host"
+            yield Advice("worker lost", f"{worker.name} does not answer", remedy)
     for server in view.servers:
         if server.state in ("lost", "no answer"):
-            yield Advice(
-                kind="server lost",
-                finding=f"{_called(server)} does not answer",
-                remedy="training waits for it; look at its log and its host, and use checkpoints",
-            )
+            remedy = "training waits for it; look at its log and its host, and use checkpoints"
+            yield Advice("server lost", f"{_called(server)} does not answer", remedy)
 
 
 def _not_finite(view: ClusterView) -> Iterator[Advice]:
     for scalar in view.scalars:
         if scalar.not_finite:
-            yield Advice(
-                kind="not finite",
-                finding=f"{scalar.name} was NaN or infinite {scalar.not_finite} times",
-                remedy="lower the learning rate, clip gradients, or look at the input",
-            )
+            finding = f"{scalar.name} was NaN or infinite {scalar.not_finite} times"
+            remedy = "lower the learning rate, clip gradients, or look at the input"
+            yield Advice("not finite", finding, remedy)
 
 
-def _busy_servers(view: ClusterView) -> Iterator[Advice]:
+def _servers(view: ClusterView) -> Iterator[Advice]:
     busy = [one for one in view.servers if (one.busy_share or 0.0) >= SERVER_BUSY]
     rest = [one.busy_share or 0.0 for one in view.servers if one not in busy]
-    for server in busy:
-        remedy = "add a server or use more shards"
-        if rest and max(rest) < SERVER_BUSY / 2:
-            remedy = "use more shards: the other servers have little to do"
-        yield Advice(
-            kind="server busy",
-            finding=f"{_called(server)} is busy {_percent(server.busy_share)}",
-            remedy=remedy,
-        )
-
-
-def _memory(view: ClusterView) -> Iterator[Advice]:
-    for server in view.servers:
-        if server.limit_bytes and server.held_bytes >= MEMORY * server.limit_bytes:
-            share = server.held_bytes / server.limit_bytes
-            yield Advice(
-                kind="server memory",
-                finding=f"{_called(server)} uses {_percent(share)} of its memory limit",
-                remedy="add a server, or raise STRATAGEM_SERVER_MEMORY_BYTES",
-            )
+    remedy = "add a server or use more shards"
+    if rest and max(rest) < SERVER_BUSY / 2:
+        remedy = "use more shards: the other servers have little to do"
+    for one in busy:
+        yield Advice("server busy", f"{_called(one)} is busy {share(one.busy_share)}", remedy)
+    for one in view.servers:
+        if one.limit_bytes and one.held_bytes >= MEMORY * one.limit_bytes:
+            used = share(one.held_bytes / one.limit_bytes)
+            finding = f"{_called(one)} uses {used} of its memory limit"
+            remedy = "add a server, or raise STRATAGEM_SERVER_MEMORY_BYTES"
+            yield Advice("server memory", finding, remedy)
 
 
 def _input(view: ClusterView) -> Iterator[Advice]:
-    share = view.phases.get("waiting for input", 0.0)
-    if share >= INPUT_WAIT:
-        yield Advice(
-            kind="input",
-            finding=f"workers wait for input {_percent(share)} of the time",
-            remedy="use num_parallel_calls and prefetch in the dataset, or faster storage",
-        )
+    part = view.phases.get("waiting for input", 0.0)
+    if part >= INPUT_WAIT:
+        finding = f"workers wait for input {share(part)} of the time"
+        remedy = "use num_parallel_calls and prefetch in the dataset, or faster storage"
+        yield Advice("input", finding, remedy)
 
 
 def _work(view: ClusterView) -> Iterator[Advice]:
@@ -170,117 +139,79 @@ def _work(view: ClusterView) -> Iterator[Advice]:
         busy = (program.cpu_share or 0.0) + (program.starved_share or 0.0)
     frequent = (view.steps_per_s or 0.0) >= FREQUENT  # else the size of results keeps it busy
     if frequent and busy >= PROGRAM_BUSY and idle + other >= OVERHEAD:
+        computing = share(view.phases.get("computing", 0.0))
         yield Advice(
-            kind="coordinator saturated",
-            finding=(
-                f"coordinator saturated: its process uses {_percent(min(busy, 1.0))} of a processor, "
-                f"and workers compute {_percent(view.phases.get('computing', 0.0))} of the time"
-            ),
-            remedy="schedule several steps per closure",
+            "coordinator saturated",
+            f"coordinator saturated: its process uses {share(min(busy, 1.0))} of a processor, and workers "
+            f"compute {computing} of the time",
+            "schedule several steps per closure",
         )
     elif other >= OVERHEAD:
         yield Advice(
-            kind="overhead",
-            finding=(
-                f"workers spend {_percent(other)} of the time receiving closures and returning results"
-            ),
-            remedy="schedule several steps per closure, or return smaller results",
+            "overhead",
+            f"workers spend {share(other)} of the time receiving closures and returning results",
+            "schedule several steps per closure, or return smaller results",
         )
     elif idle >= WORK_WAIT:
-        waits = f"workers wait for closures {_percent(idle)} of the time"
+        remedy = "schedule further ahead, or several steps per closure"
         if program is not None and program.queued == 0:
-            remedy = (
-                "schedule further ahead (fetch results later), or use fewer workers"
-                if view.steps_per_s
-                else "the program schedules nothing at the moment"
-            )
-        else:
-            remedy = "schedule further ahead, or several steps per closure"
-        yield Advice(kind="no work", finding=waits, remedy=remedy)
-
-
-def _stragglers(view: ClusterView) -> Iterator[Advice]:
-    for worker in view.workers:
-        if worker.is_straggler:
-            rates = [one.steps_per_s or 0.0 for one in view.workers if not one.is_straggler]
-            usual = sum(rates) / len(rates) if rates else 0.0
-            yield Advice(
-                kind="straggler",
-                finding=(
-                    f"{worker.name} makes {worker.steps_per_s or 0.0:.3g} steps/s, the others "
-                    f"{usual:.3g}"
-                ),
-                remedy=_straggler_remedy(worker),
-            )
-
-
-def _straggler_remedy(worker: WorkerView) -> str:
-    phases = worker.phases
-    longest = max(phases, key=phases.__getitem__) if phases else ""
-    where = f"it spends most of its time {longest}; " if longest else ""
-    return f"{where}look at its host, or remove it"
-
-
-def _writing(view: ClusterView) -> Iterator[Advice]:
-    share = view.phases.get("pushing", 0.0) + view.phases.get("waiting for acknowledgement", 0.0)
-    if share >= WRITING:
-        yield Advice(
-            kind="writing",
-            finding=f"workers push gradients and wait for servers {_percent(share)} of the time",
-            remedy=(
-                "use an optimizer that updates only the rows in use (SGD, Adagrad, SparseAdam), larger "
-                "batches, or more servers"
-            ),
-        )
-
-
-def _reading(view: ClusterView) -> Iterator[Advice]:
-    share = view.phases.get("reading", 0.0)
-    if share < READING:
-        return
-    finding = f"workers read rows and parameters {_percent(share)} of the time"
-    remedy = "use fewer columns, or more servers"
-    total = sum(table.rows_per_s for table in view.tables)
-    hottest = view.tables[0] if view.tables else None
-    if hottest is not None and total > 0 and hottest.rows_per_s >= HOT * total:
-        finding += (
-            f", {_percent(hottest.rows_per_s / total)} of the rows from the table {hottest.name!r}"
-        )
-        remedy = "divide that table into one shard per server, or use fewer columns in it"
-    yield Advice(kind="reading", finding=finding, remedy=remedy)
+            remedy = "the program schedules nothing at the moment"
+            if view.steps_per_s:
+                remedy = "schedule further ahead (fetch results later), or use fewer workers"
+        yield Advice("no work", f"workers wait for closures {share(idle)} of the time", remedy)
 
 
 def _processors(view: ClusterView) -> Iterator[Advice]:
-    shares = [(one.cpu_share or 0.0, one.starved_share or 0.0) for one in view.workers]
-    shares += [(one.cpu_share or 0.0, one.starved_share or 0.0) for one in view.servers]
-    used, starved = sum(one for one, _ in shares), sum(one for _, one in shares)
+    used = sum(one.cpu_share or 0.0 for one in view.tasks)
+    starved = sum(one.starved_share or 0.0 for one in view.tasks)
     if starved > 0.5 and starved >= STARVED * (used + starved):
-        yield Advice(
-            kind="processors",
-            finding=(
-                f"the tasks wait for a processor {_percent(starved / (used + starved))} of the time that "
-                "they could run"
-            ),
-            remedy="start fewer tasks or threads on each host, or use more hosts",
-        )
+        part = share(starved / (used + starved))
+        finding = f"the tasks wait for a processor {part} of the time that they could run"
+        remedy = "start fewer tasks or threads on each host, or use more hosts"
+        yield Advice("processors", finding, remedy)
 
 
-def _computing(view: ClusterView) -> Iterator[Advice]:
-    share = view.phases.get("computing", 0.0)
-    if share >= COMPUTING:
+def _stragglers(view: ClusterView) -> Iterator[Advice]:
+    rates = [one.steps_per_s or 0.0 for one in view.workers if not one.is_straggler]
+    usual = sum(rates) / len(rates) if rates else 0.0
+    for worker in view.workers:
+        if worker.is_straggler:
+            own = worker.steps_per_s or 0.0
+            finding = f"{worker.name} makes {own:.3g} steps/s, the others {usual:.3g}"
+            phases = worker.phases
+            longest = max(phases, key=phases.__getitem__) if phases else ""
+            where = f"it spends most of its time {longest}; " if longest else ""
+            yield Advice("straggler", finding, f"{where}look at its host, or remove it")
+
+
+def _phases(view: ClusterView) -> Iterator[Advice]:
+    """Find what takes most of the workers' time: writes, reads, or the computation."""
+    phases = view.phases
+    writing = phases.get("pushing", 0.0) + phases.get("waiting for acknowledgement", 0.0)
+    if writing >= WRITING:
         yield Advice(
-            kind="computing",
-            finding=f"workers compute {_percent(share)} of the time",
-            remedy="add workers, or make the step cheaper",
+            "writing",
+            f"workers push gradients and wait for servers {share(writing)} of the time",
+            "use an optimizer that updates only the rows in use (SGD, Adagrad, SparseAdam), larger batches, or "
+            "more servers",
         )
+    reading = phases.get("reading", 0.0)
+    if reading >= READING:
+        finding = f"workers read rows and parameters {share(reading)} of the time"
+        remedy = "use fewer columns, or more servers"
+        total = sum(table.rows_per_s for table in view.tables)
+        hottest = view.tables[0] if view.tables else None
+        if hottest is not None and total > 0 and hottest.rows_per_s >= HOT * total:
+            part = share(hottest.rows_per_s / total)
+            finding += f", {part} of the rows from the table {hottest.name!r}"
+            remedy = "divide that table into one shard per server, or use fewer columns in it"
+        yield Advice("reading", finding, remedy)
+    computing = phases.get("computing", 0.0)
+    if computing >= COMPUTING:
+        finding = f"workers compute {share(computing)} of the time"
+        yield Advice("computing", finding, "add workers, or make the step cheaper")
 
 
 def _called(server: ServerView) -> str:
     """Return ``server 1`` for ``ps 1``."""
     return server.name.replace("ps ", "server ", 1)
-
-
-def _percent(share: float | None) -> str:
-    if share is None or math.isnan(share):
-        return "?"
-    return f"{100 * share:.0f} %"

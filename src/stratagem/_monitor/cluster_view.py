@@ -142,11 +142,14 @@ class ClusterView:
     series: Series = Series()
 
     @property
+    def tasks(self) -> tuple[WorkerView | ServerView, ...]:
+        """All workers and servers."""
+        return (*self.workers, *self.servers)
+
+    @property
     def lost(self) -> tuple[str, ...]:
         """Names of the tasks that do not answer."""
-        states = [(one.name, one.state) for one in self.workers]
-        states += [(one.name, one.state) for one in self.servers]
-        return tuple(name for name, state in states if state not in ("running", "idle"))
+        return tuple(one.name for one in self.tasks if one.state not in ("running", "idle"))
 
     @property
     def health(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import final
 
@@ -37,40 +37,28 @@ class Dashboard(Owner):
     ) -> None:
         from stratagem._monitor.web_server import WebServer
 
-        listeners: tuple[Callable[[ClusterView], None], ...] = ()
-        self._scalars = None
-        if tensorboard is not None:
-            from stratagem._monitor.tensorboard_scalars import TensorBoardScalars
-
-            self._scalars = TensorBoardScalars(tensorboard)
-            listeners = (self._scalars.write,)
         self._title = title
-        self.monitor = Monitor(source, listeners=listeners)
-        self._server: WebServer | None = None
-        try:
+        with ExitStack() as opened:
+            self.monitor = opened.enter_context(Monitor(source, tensorboard=tensorboard))
             self.monitor.start()
             self._server = WebServer(self.monitor, address=address, title=title)
-        except BaseException:
-            self.close()
-            raise
-        self._url = self._server.url
-        self._metrics_url = f"{self._server.base_url}/metrics"
-        self._token = self._server.token
+            opened.push(self._server)
+            self._opened = opened.pop_all()
 
     @property
     def url(self) -> str:
         """Link to the page. It has a random token: give it only to people who may see the cluster."""
-        return self._url
+        return f"{self._server.base_url}/?token={self.token}"
 
     @property
     def metrics_url(self) -> str:
         """Address for Prometheus, which sends `token` as its bearer token."""
-        return self._metrics_url
+        return f"{self._server.base_url}/metrics"
 
     @property
     def token(self) -> str:
         """Random secret of this page."""
-        return self._token
+        return self._server.token
 
     @property
     def view(self) -> ClusterView:
@@ -86,15 +74,11 @@ class Dashboard(Owner):
     @override
     def close(self) -> None:
         """End the page and its threads. The report can still be saved. May be called again."""
-        if self._server is not None:
-            self._server.close()
-        self.monitor.close()
-        if self._scalars is not None:
-            self._scalars.close()
+        self._opened.close()
 
     @override
     def __repr__(self) -> str:
-        return f"<Dashboard {self._metrics_url.removesuffix('/metrics')}>"
+        return f"<Dashboard {self._server.base_url}>"
 
 
 def dashboard(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Final, Self, final
 
 from typing_extensions import override
@@ -13,8 +13,8 @@ from typing_extensions import override
 from stratagem._monitor.cluster_view import ClusterView
 from stratagem._monitor.history import ClusterHistory
 from stratagem._monitor.sample_sources import SampleSource
+from stratagem._monitor.tensorboard_scalars import TensorBoardScalars
 from stratagem._owner import Owner
-from stratagem.errors import DeadlineExceeded
 
 _log = logging.getLogger("stratagem.monitor")
 
@@ -29,7 +29,7 @@ class Monitor(Owner):
     Args:
         source: of the samples; the monitor closes it.
         every_s: seconds between samples.
-        listeners: called with every view, in the monitor's thread.
+        tensorboard: directory for TensorBoard; by default none is written.
     """
 
     def __init__(
@@ -37,13 +37,12 @@ class Monitor(Owner):
         source: SampleSource,
         *,
         every_s: float = EVERY_S,
-        listeners: tuple[Callable[[ClusterView], None], ...] = (),
+        tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
+        self._scalars = None if tensorboard is None else TensorBoardScalars(tensorboard)
         self._source = source
         self._every_s = every_s
-        self._listeners = listeners
         self._history = ClusterHistory()
-        self._changed = threading.Condition()
         self._view = ClusterView(time_s=time.time())
         self._sampling = threading.Lock()
         self._stop = threading.Event()
@@ -63,29 +62,10 @@ class Monitor(Owner):
     def look(self) -> ClusterView:
         """Take a sample now and return the view."""
         with self._sampling:
-            view = self._history.add(self._source.sample())
-            for listener in self._listeners:
-                listener(view)
-        with self._changed:
-            self._view = view
-            self._changed.notify_all()
+            self._view = view = self._history.add(self._source.sample())
+            if self._scalars is not None:
+                self._scalars.write(view)
         return view
-
-    def wait_for(self, condition: Callable[[ClusterView], bool], timeout_s: float) -> ClusterView:
-        """Wait until a view fulfils a condition, and return that view.
-
-        Raises:
-            DeadlineExceeded: none did within `timeout_s`.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: condition(self._view), timeout_s):
-                last = self._view
-                raise DeadlineExceeded(
-                    f"no view of the cluster fulfilled the condition within {timeout_s:g} s; the last "
-                    f"one: {last.health}, {last.steps} steps, {len(last.workers)} workers, "
-                    f"{len(last.servers)} servers, {len(last.scalars)} logged values, {len(last.events)} events"
-                )
-            return self._view
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
@@ -102,3 +82,5 @@ class Monitor(Owner):
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
         self._source.close()
+        if self._scalars is not None:
+            self._scalars.close()

@@ -19,7 +19,6 @@ from bokeh.embed import file_html
 from bokeh.models import (
     Column,
     ColumnDataSource,
-    DataRange1d,
     DatetimeTickFormatter,
     Div,
     FactorRange,
@@ -33,7 +32,7 @@ from bokeh.plotting import figure
 from bokeh.resources import INLINE
 from jinja2 import Environment
 
-from stratagem._monitor import markup
+from stratagem._monitor import markup, view_tables
 from stratagem._monitor.cluster_view import PHASES, ClusterView, ScalarView
 from stratagem._monitor.markup import canvas_text
 
@@ -128,44 +127,39 @@ class Page:
         self._source = ColumnDataSource({"time": []})
         self._generation = -1
         self._sent = 0
-        self._steps = _plot(hover=True)
-        self._staleness = _plot(hover=True, times=self._steps.x_range)
-        self._busy = _plot(hover=True, percent=True, times=self._steps.x_range)
-        self._updates = _plot(hover=True, times=self._steps.x_range)
+        self._plots = {"steps": _line_plot()}
+        times = self._plots["steps"].x_range
+        for name in ("staleness", "busy", "updates"):
+            self._plots[name] = _line_plot(percent=name == "busy", x_range=times)
         self._bars = ColumnDataSource({"worker": [], **{phase: [] for phase in PHASES}})
         self._phases = self._phase_plot()
         self._events = ColumnDataSource({"time": [], "name": [], "text": [], "colour": []})
-        self._timeline = self._event_plot()
+        self._timeline = _figure(y_range=FactorRange(), x_axis_type="datetime", x_range=times)
+        self._timeline.scatter(
+            "time", "name", source=self._events, size=11, color="colour", marker="diamond"
+        )
+        self._timeline.add_tools(HoverTool(tooltips=[("", "@text")]))
         self._scalars = _Scalars()
         self._texts = {
-            name: Div(
-                text="",
-                sizing_mode="stretch_width",
-                stylesheets=[InlineStyleSheet(css=markup.STYLE)],
-            )
-            for name in ("summary", "advice", "events", "workers", "servers", "tables")
+            name: _div() for name in ("summary", "advice", "events", "workers", "servers", "tables")
         }
         self.update(view)
 
     @property
     def roots(self) -> list[Any]:
         """Models to add to a document, in the order of the cards."""
-        plots = {
-            "steps": self._steps,
-            "phases": Column(
-                children=[self._phase_legend(), self._phases], sizing_mode="stretch_width"
-            ),
-            "staleness": self._staleness,
-            "busy": self._busy,
-            "updates": self._updates,
+        phases = [_div(markup.legend(_PHASE_COLOURS)), self._phases]
+        models = {
+            **self._texts,
+            **self._plots,
+            "phases": Column(children=phases, sizing_mode="stretch_width"),
             "timeline": self._timeline,
             "scalars": self._scalars.layout,
         }
         found = []
         for name, _, _ in CARDS:
-            model = self._texts.get(name) or plots[name]
-            model.name = name
-            found.append(model)
+            models[name].name = name
+            found.append(models[name])
         return found
 
     def update(self, view: ClusterView) -> None:
@@ -186,9 +180,9 @@ class Page:
             "summary": markup.summary(view),
             "advice": markup.advice_list(view),
             "events": markup.event_list(view.events),
-            "workers": markup.worker_table(view.workers),
-            "servers": markup.server_table(view.servers),
-            "tables": markup.table_table(view),
+            "workers": markup.table(view_tables.worker_rows(view), without=("time",)),
+            "servers": markup.table(view_tables.server_rows(view)),
+            "tables": markup.table(view_tables.table_rows(view)),
         }
         for name, shown in texts.items():
             if self._texts[name].text != shown:
@@ -197,20 +191,16 @@ class Page:
     def _stream(self, view: ClusterView) -> None:
         """Send the new points, or everything if the columns or earlier points have changed."""
         series = view.series
-        columns = {name: list(values) for name, values in series.columns.items()}
-        known = set(self._source.data) - {"time"}
         count = len(series.times)
-        if series.generation != self._generation or set(columns) != known or count < self._sent:
-            self._source.data = {"time": _milliseconds(series.times), **columns}
-        elif count > self._sent:
-            new = slice(self._sent, count)
-            self._source.stream(
-                {
-                    "time": _milliseconds(series.times[new]),
-                    **{name: values[new] for name, values in columns.items()},
-                },
-                rollover=_POINTS,
-            )
+        is_new = series.generation != self._generation or count < self._sent
+        is_new = is_new or {"time", *series.columns} != set(self._source.data)
+        new = slice(0 if is_new else self._sent, count)
+        data = {name: list(values[new]) for name, values in series.columns.items()}
+        data["time"] = _milliseconds(series.times[new])
+        if is_new:
+            self._source.data = data
+        elif data["time"]:
+            self._source.stream(data, rollover=_POINTS)
         self._generation, self._sent = series.generation, count
 
     def _draw_lines(self, view: ClusterView) -> None:
@@ -218,13 +208,14 @@ class Page:
         for name in view.series.columns:
             if name not in self._source.data:
                 self._source.data[name] = [math.nan] * len(self._source.data["time"])
-        self._lines(self._steps, "steps", ["total", *(one.name for one in view.workers[:LINES])])
-        self._lines(self._staleness, "staleness", ["mean", "p99"])
-        names = [one.name for one in view.servers[:LINES]]
-        self._lines(self._busy, "busy", names)
-        self._lines(self._updates, "updates", names)
+        servers = [one.name for one in view.servers[:LINES]]
+        self._lines("steps", ["total", *(one.name for one in view.workers[:LINES])])
+        self._lines("staleness", ["mean", "p99"])
+        self._lines("busy", servers)
+        self._lines("updates", servers)
 
-    def _lines(self, plot: Any, group: str, names: Sequence[str]) -> None:
+    def _lines(self, group: str, names: Sequence[str]) -> None:
+        plot = self._plots[group]
         drawn = {renderer.name for renderer in plot.renderers}
         for name in names:
             column = f"{group}/{name}"
@@ -235,18 +226,12 @@ class Page:
             line = plot.line(
                 "time", column, source=self._source, color=colour, line_width=width, name=column
             )
-            plot.legend[0].items.append(_legend_item(canvas_text(name), line))
+            item = LegendItem(label={"value": canvas_text(name)}, renderers=[line])
+            plot.legend[0].items.append(item)
             drawn.add(column)
 
     def _phase_plot(self) -> Any:
-        plot = figure(
-            height=240,
-            sizing_mode="stretch_width",
-            y_range=FactorRange(),
-            x_range=(0, 1),
-            toolbar_location=None,
-            tools="",
-        )
+        plot = _figure(y_range=FactorRange(), x_range=(0, 1))
         plot.hbar_stack(
             list(PHASES),
             y="worker",
@@ -258,31 +243,6 @@ class Page:
             HoverTool(tooltips=[("worker", "@worker"), ("use", "$name"), ("share", "@$name{0 %}")])
         )
         plot.xaxis.formatter = NumeralTickFormatter(format="0 %")
-        _style(plot)
-        return plot
-
-    @staticmethod
-    def _phase_legend() -> Any:
-        return Div(
-            text=markup.legend(_PHASE_COLOURS),
-            sizing_mode="stretch_width",
-            stylesheets=[InlineStyleSheet(css=markup.STYLE)],
-        )
-
-    def _event_plot(self) -> Any:
-        plot = figure(
-            height=240,
-            sizing_mode="stretch_width",
-            x_axis_type="datetime",
-            x_range=self._steps.x_range,
-            y_range=FactorRange(),
-            toolbar_location=None,
-            tools="",
-        )
-        plot.scatter("time", "name", source=self._events, size=11, color="colour", marker="diamond")
-        plot.add_tools(HoverTool(tooltips=[("", "@text")]))
-        _style(plot)
-        plot.xaxis.formatter = _time_formatter()
         return plot
 
     def _show_events(self, view: ClusterView) -> None:
@@ -290,12 +250,11 @@ class Page:
             return
         names = [canvas_text(event.name.replace("_", " "))[:40] for event in view.events]
         known = list(dict.fromkeys(names))[-10:]
-        shown = [(name, event) for name, event in zip(names, view.events, strict=True)]
         self._timeline.y_range.factors = known
         self._events.data = {
-            "time": _milliseconds(event.time_s for _, event in shown),
-            "name": [name for name, _ in shown],
-            "text": [canvas_text(markup.event_text(event)) for _, event in shown],
+            "time": _milliseconds(event.time_s for event in view.events),
+            "name": names,
+            "text": [canvas_text(view_tables.event_text(event)) for event in view.events],
             "colour": [
                 _COLOURS[known.index(n) % len(_COLOURS)] if n in known else _GREY for n in names
             ],
@@ -307,10 +266,7 @@ class _Scalars:
     """One plot for each logged name."""
 
     def __init__(self) -> None:
-        self._hint = Div(
-            text='<div class="quiet">Log values with sg.metrics.log(name, value).</div>',
-            stylesheets=[InlineStyleSheet(css=markup.STYLE)],
-        )
+        self._hint = _div(markup.quiet("Log values with sg.metrics.log(name, value)."))
         self.layout = Column(children=[self._hint], sizing_mode="stretch_width")
         self._sources: dict[str, ColumnDataSource] = {}
 
@@ -330,39 +286,23 @@ class _Scalars:
 
     def _add(self, name: str, data: dict[str, list[float]]) -> None:
         source = self._sources[name] = ColumnDataSource(data)
-        plot = _plot(hover=False)
-        plot.title = canvas_text(name)
+        plot = _figure(x_axis_type="datetime", height=180, title=canvas_text(name))
         plot.title.text_color = _GREY
-        plot.height = 180
         plot.line("time", "value", source=source, color=_COLOURS[0], line_width=2)
         plot.scatter("time", "value", source=source, color=_COLOURS[0], size=4)
-        plot.legend.visible = False
         plots = [one for one in self.layout.children if one is not self._hint]
         self.layout.children = [*plots, plot]
 
 
-def _plot(*, hover: bool, percent: bool = False, times: Any = None) -> Any:
-    """Return an empty plot over time, with a legend above; `times`: the range of another plot."""
-    plot = figure(
-        x_range=DataRange1d() if times is None else times,
-        height=240,
-        sizing_mode="stretch_width",
-        x_axis_type="datetime",
-        toolbar_location=None,
-        tools="",
-    )
-    plot.add_layout(_legend(), "above")
-    if hover:
-        plot.y_range.start = 0
-        plot.add_tools(HoverTool(tooltips=[("", "$name"), ("", "$y{0.[00]}")], mode="mouse"))
-    plot.xaxis.formatter = _time_formatter()
-    plot.yaxis.formatter = NumeralTickFormatter(format="0 %" if percent else "0.[000] a")
-    _style(plot)
-    return plot
+def _div(text: str = "") -> Any:
+    style = InlineStyleSheet(css=markup.STYLE)
+    return Div(text=text, sizing_mode="stretch_width", stylesheets=[style])
 
 
-def _legend() -> Any:
-    return Legend(
+def _line_plot(*, percent: bool = False, **more: Any) -> Any:
+    """Return an empty plot of lines over time, with a legend above."""
+    plot = _figure(x_axis_type="datetime", **more)
+    legend = Legend(
         items=[],
         orientation="horizontal",
         background_fill_alpha=0.0,
@@ -373,13 +313,18 @@ def _legend() -> Any:
         padding=0,
         ncols=3,
     )
+    plot.add_layout(legend, "above")
+    plot.y_range.start = 0
+    plot.add_tools(HoverTool(tooltips=[("", "$name"), ("", "$y{0.[00]}")], mode="mouse"))
+    plot.yaxis.formatter = NumeralTickFormatter(format="0 %" if percent else "0.[000] a")
+    return plot
 
 
-def _legend_item(label: str, renderer: Any) -> Any:
-    return LegendItem(label={"value": label}, renderers=[renderer])
-
-
-def _style(plot: Any) -> None:
+def _figure(*, height: int = 240, **more: Any) -> Any:
+    """Return an empty plot in the style of the page."""
+    plot = figure(
+        height=height, sizing_mode="stretch_width", toolbar_location=None, tools="", **more
+    )
     plot.background_fill_alpha = plot.border_fill_alpha = 0.0
     plot.outline_line_color = None
     plot.grid.grid_line_color = _GREY
@@ -388,17 +333,11 @@ def _style(plot: Any) -> None:
         axis.axis_line_color = axis.major_tick_line_color = _GREY
         axis.minor_tick_line_color = None
         axis.major_label_text_color = _GREY
-
-
-def _time_formatter() -> Any:
-    return DatetimeTickFormatter(
-        milliseconds="%H:%M:%S",
-        seconds="%H:%M:%S",
-        minsec="%H:%M:%S",
-        minutes="%H:%M",
-        hourmin="%H:%M",
-        hours="%H:%M",
-    )
+    if more.get("x_axis_type") == "datetime":
+        seconds = dict.fromkeys(("milliseconds", "seconds", "minsec"), "%H:%M:%S")
+        minutes = dict.fromkeys(("minutes", "hourmin", "hours"), "%H:%M")
+        plot.xaxis.formatter = DatetimeTickFormatter(**seconds, **minutes)
+    return plot
 
 
 def _milliseconds(times: Iterable[float]) -> list[float]:

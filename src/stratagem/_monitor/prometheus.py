@@ -6,7 +6,8 @@ histograms are powers of two, where our own buckets have edges, so that the coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client.core import (
@@ -17,14 +18,14 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
+from stratagem._monitor.cluster_view import ClusterView
 from stratagem._snapshots import DistributionSnapshot, count_below
 
 # Edges of the buckets. Durations: below 2**-20 s (1 µs) … 2**6 s. A duration of exactly an edge counts in
 # the next bucket; clocks do not return such values in practice.
-_SECONDS: Final = tuple(2.0**power for power in range(-20, 7))
+_SECONDS: Final = {repr(2.0**power): 2.0**power for power in range(-20, 7)}
 # Whole numbers: below 1, 2, 4 … means at most 0, 1, 3 …
-_WHOLE: Final = tuple(2.0**power for power in range(11))
+_WHOLE: Final = {f"{2.0**power - 1:.1f}": 2.0**power for power in range(11)}
 
 _TIMERS: Final = {
     "closure.queue": ("closure_queue_seconds", "Time from schedule() until a worker begins."),
@@ -36,6 +37,8 @@ _TIMERS: Final = {
     "ps.push": ("push_seconds", "Sending gradients and waiting until they are applied."),
     "ps.acknowledge": ("acknowledge_seconds", "Waiting until gradients are applied."),
 }
+
+Values = Mapping[str, float | None]
 
 
 def exposition(view: ClusterView) -> tuple[bytes, str]:
@@ -61,150 +64,129 @@ class _Families(Collector):
 
     def collect(self) -> Iterator[Any]:
         """Yield every family."""
-        view = self._view
-        yield from _of_workers(view.workers)
-        yield from _of_servers(view.servers)
-        yield from _of_program(view)
-        yield from _histograms(view)
-        rows = _counter("table_rows", "Distinct rows read in lookups.", "table")
-        ids = _counter("table_ids", "Ids asked for in lookups.", "table")
-        for table in view.tables:
-            rows.add_metric([table.name], table.rows)
-            ids.add_metric([table.name], table.ids)
-        yield rows
-        yield ids
-        logged = _gauge("logged_value", "Latest value of sg.metrics.log(name, value).", "name")
-        bad = _counter("logged_not_finite", "Logged values that were NaN or infinite.", "name")
-        for scalar in view.scalars:
-            logged.add_metric([scalar.name], scalar.last)
-            bad.add_metric([scalar.name], scalar.not_finite)
-        yield logged
-        yield bad
-        events = _counter("events", "Events that are still kept, such as worker_lost.", "event")
-        counts: dict[str, int] = {}
-        for event in view.events:
-            counts[event.name] = counts.get(event.name, 0) + 1
-        for name, count in sorted(counts.items()):
-            events.add_metric([name], count)
-        yield events
+        yield from _of_workers(self._view)
+        yield from _of_servers(self._view)
+        yield from _of_processes(self._view)
+        yield from _of_the_program(self._view)
+        yield from _histograms(self._view)
 
 
-def _of_workers(workers: Sequence[WorkerView]) -> Iterator[Any]:
-    steps = _counter("worker_steps", "Closures that workers have finished.")
-    restarts = _counter("worker_restarts", "Incarnations of workers after the first.")
+def _of_workers(view: ClusterView) -> Iterator[Any]:
+    workers = {_task(one.name): one for one in view.workers}
+    steps = {task: one.steps for task, one in workers.items()}
+    yield _counter("worker_steps", "Closures that workers have finished.", steps)
+    restarts = {task: one.restarts for task, one in workers.items()}
+    yield _counter("worker_restarts", "Incarnations of workers after the first.", restarts)
+    slow = {task: one.is_straggler for task, one in workers.items()}
+    yield _gauge("worker_straggler", "1 if the worker is much slower than the others.", slow)
     shares = GaugeMetricFamily(
         "stratagem_worker_time_ratio",
         "Share of the last seconds that a worker used for each phase.",
         labels=["task", "phase"],
     )
-    straggles = _gauge("worker_straggler", "1 if the worker is much slower than the others.")
-    for worker in workers:
-        task = _task(worker.name)
-        steps.add_metric([task], worker.steps)
-        restarts.add_metric([task], worker.restarts)
-        straggles.add_metric([task], int(worker.is_straggler))
-        for phase, share in worker.phases.items():
-            shares.add_metric([task, phase.replace(" ", "_")], share)
-    yield from (steps, restarts, shares, straggles)
+    for task, one in workers.items():
+        for phase, part in one.phases.items():
+            shares.add_metric([task, phase.replace(" ", "_")], part)
+    yield shares
 
 
-def _of_servers(servers: Sequence[ServerView]) -> Iterator[Any]:
-    counters = {
-        "updates": _counter("server_updates", "Writes that servers have applied."),
-        "duplicates": _counter("server_duplicate_writes", "Repeated writes that were ignored."),
-        "fenced": _counter("server_fenced_writes", "Writes of lost workers that were refused."),
-    }
-    held = _gauge("server_held_bytes", "Variables and optimizer state in memory.")
-    limit = _gauge("server_limit_bytes", "Limit of variables and optimizer state.")
-    busy = _gauge("server_busy_ratio", "Share of the last seconds that a server worked.")
-    saves = _gauge("server_checkpointing", "1 while rows go to or come from a checkpoint.")
-    for server in servers:
-        task = _task(server.name)
-        for name, family in counters.items():
-            family.add_metric([task], getattr(server, name))
-        held.add_metric([task], server.held_bytes)
-        limit.add_metric([task], server.limit_bytes)
-        saves.add_metric([task], int(server.is_checkpointing))
-        if server.busy_share is not None:
-            busy.add_metric([task], server.busy_share)
-    yield from (*counters.values(), held, limit, busy, saves)
-
-
-def _of_program(view: ClusterView) -> Iterator[Any]:
-    up = _gauge("up", "1 if the task answers.")
-    memory = _gauge("memory_bytes", "Resident memory of the task's process.")
-    cpu = _gauge("cpu_ratio", "Processors that the task used in the last seconds.")
-    for name, state, size, share in [
-        *((one.name, one.state, one.memory_bytes, one.cpu_share) for one in view.workers),
-        *((one.name, one.state, one.memory_bytes, one.cpu_share) for one in view.servers),
-        *(
-            [("coordinator", "running", view.program.memory_bytes, view.program.cpu_share)]
-            if view.program is not None
-            else []
-        ),
-    ]:
-        task = _task(name)
-        up.add_metric([task], int(state in ("running", "idle")))
-        if size is not None:
-            memory.add_metric([task], size)
-        if share is not None:
-            cpu.add_metric([task], share)
-    yield from (up, memory, cpu)
-    if view.program is None:
-        return
-    for name, help_text in (
-        ("queued", "Closures that wait for a worker."),
-        ("in_flight", "Closures that were sent to a worker."),
+def _of_servers(view: ClusterView) -> Iterator[Any]:
+    for make, name, help_text, field in (
+        (_counter, "updates", "Writes that servers have applied.", "updates"),
+        (_counter, "duplicate_writes", "Repeated writes that were ignored.", "duplicates"),
+        (_counter, "fenced_writes", "Writes of lost workers that were refused.", "fenced"),
+        (_gauge, "held_bytes", "Variables and optimizer state in memory.", "held_bytes"),
+        (_gauge, "limit_bytes", "Limit of variables and optimizer state.", "limit_bytes"),
+        (_gauge, "busy_ratio", "Share of the last seconds that a server worked.", "busy_share"),
+        (_gauge, "checkpointing", "1 while a checkpoint is read or written.", "is_checkpointing"),
     ):
-        yield GaugeMetricFamily(
-            f"stratagem_closures_{name}", help_text, value=getattr(view.program, name)
-        )
-    for name in ("scheduled", "completed", "failed", "retried", "closures_repeated"):
-        value = view.program.counters.get(f"coordinator.{name}", 0)
-        label = name.removeprefix("closures_")
-        yield CounterMetricFamily(
-            f"stratagem_closures_{label}", f"Closures {label} so far.", value=value
-        )
+        values = {_task(one.name): getattr(one, field) for one in view.servers}
+        yield make(f"server_{name}", help_text, values)
+
+
+def _of_processes(view: ClusterView) -> Iterator[Any]:
+    up = {_task(one.name): one.state in ("running", "idle") for one in view.tasks}
+    memory = {_task(one.name): one.memory_bytes for one in view.tasks}
+    cpu = {_task(one.name): one.cpu_share for one in view.tasks}
+    if view.program is not None:
+        up["coordinator"] = True
+        memory["coordinator"] = view.program.memory_bytes
+        cpu["coordinator"] = view.program.cpu_share
+    yield _gauge("up", "1 if the task answers.", up)
+    yield _gauge("memory_bytes", "Resident memory of the task's process.", memory)
+    yield _gauge("cpu_ratio", "Processors that the task used in the last seconds.", cpu)
+
+
+def _of_the_program(view: ClusterView) -> Iterator[Any]:
+    program = view.program
+    if program is not None:
+        for name, help_text, value in (
+            ("queued", "Closures that wait for a worker.", program.queued),
+            ("in_flight", "Closures that were sent to a worker.", program.in_flight),
+        ):
+            yield GaugeMetricFamily(f"stratagem_closures_{name}", help_text, value=value)
+        for name in ("scheduled", "completed", "failed", "retried", "closures_repeated"):
+            count = program.counters.get(f"coordinator.{name}", 0)
+            label = name.removeprefix("closures_")
+            yield CounterMetricFamily(
+                f"stratagem_closures_{label}", f"Closures {label} so far.", value=count
+            )
+    rows = {one.name: one.rows for one in view.tables}
+    yield _counter("table_rows", "Distinct rows read in lookups.", rows, "table")
+    ids = {one.name: one.ids for one in view.tables}
+    yield _counter("table_ids", "Ids asked for in lookups.", ids, "table")
+    last = {one.name: one.last for one in view.scalars}
+    yield _gauge("logged_value", "Latest value of sg.metrics.log(name, value).", last, "name")
+    bad = {one.name: one.not_finite for one in view.scalars}
+    yield _counter("logged_not_finite", "Logged values that were NaN or infinite.", bad, "name")
+    events = Counter(event.name for event in view.events)
+    yield _counter("events", "Events still kept, such as worker_lost.", events, "event")
 
 
 def _histograms(view: ClusterView) -> Iterator[Any]:
-    tasks: list[tuple[str, Mapping[str, DistributionSnapshot], DistributionSnapshot]] = [
-        (one.name, one.timers, one.staleness) for one in view.workers
-    ]
+    tasks = [(_task(one.name), one.timers, one.staleness) for one in view.workers]
     if view.program is not None:
         tasks.append(("coordinator", view.program.timers, view.program.staleness))
     for timer, (name, help_text) in _TIMERS.items():
-        family = HistogramMetricFamily(f"stratagem_{name}", help_text, labels=["task"])
-        for task, timers, _ in tasks:
-            if timer in timers:
-                _add(family, task, timers[timer], _SECONDS, whole=False)
-        yield family
-    family = HistogramMetricFamily(
-        "stratagem_staleness_updates",
+        seen = {task: timers.get(timer) for task, timers, _ in tasks}
+        yield _histogram(name, help_text, seen, _SECONDS)
+    yield _histogram(
+        "staleness_updates",
         "Updates by others between a worker's read and its write.",
-        labels=["task"],
+        {task: staleness for task, _, staleness in tasks if staleness.count},
+        _WHOLE,
     )
-    for task, _, staleness in tasks:
-        if staleness.count:
-            _add(family, task, staleness, _WHOLE, whole=True)
-    yield family
 
 
-def _add(
-    family: Any, task: str, seen: DistributionSnapshot, edges: Sequence[float], *, whole: bool
-) -> None:
-    buckets = [
-        (f"{edge - 1:.1f}" if whole else repr(edge), count_below(seen, edge)) for edge in edges
-    ]
-    family.add_metric([_task(task)], [*buckets, ("+Inf", seen.count)], sum_value=seen.total)
+def _histogram(
+    name: str,
+    help_text: str,
+    seen: Mapping[str, DistributionSnapshot | None],
+    edges: Mapping[str, float],
+) -> Any:
+    family = HistogramMetricFamily(f"stratagem_{name}", help_text, labels=["task"])
+    for task, one in seen.items():
+        if one is not None:
+            buckets = [(text, count_below(one, edge)) for text, edge in edges.items()]
+            family.add_metric([task], [*buckets, ("+Inf", one.count)], sum_value=one.total)
+    return family
 
 
-def _counter(name: str, help_text: str, label: str = "task") -> Any:
-    return CounterMetricFamily(f"stratagem_{name}", help_text, labels=[label])
+def _counter(name: str, help_text: str, values: Values, label: str = "task") -> Any:
+    return _family(CounterMetricFamily, name, help_text, values, label)
 
 
-def _gauge(name: str, help_text: str, label: str = "task") -> Any:
-    return GaugeMetricFamily(f"stratagem_{name}", help_text, labels=[label])
+def _gauge(name: str, help_text: str, values: Values, label: str = "task") -> Any:
+    return _family(GaugeMetricFamily, name, help_text, values, label)
+
+
+def _family(kind: Any, name: str, help_text: str, values: Values, label: str) -> Any:
+    """Return a family with one value for each label; those that are None are not known."""
+    family = kind(f"stratagem_{name}", help_text, labels=[label])
+    for labelled, value in values.items():
+        if value is not None:
+            family.add_metric([labelled], float(value))
+    return family
 
 
 def _task(name: str) -> str:

@@ -1,7 +1,7 @@
 """Live picture of a training cluster, for terminals and for log files.
 
 A `Picture` is plain data: a view of the cluster, and what the program adds to it. ``stratagem top`` and the
-demonstration pass pictures to a `View`.
+demonstration pass pictures to a `TerminalView`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TextIO, final
+from typing import Final, Self, TextIO, final
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -21,13 +21,26 @@ from rich.table import Table
 from rich.text import Text
 
 from stratagem._monitor.advice import advise
-from stratagem._monitor.cluster_view import ClusterView, ServerView, WorkerView
-from stratagem._monitor.markup import event_text
+from stratagem._monitor.cluster_view import ClusterView
+from stratagem._monitor.view_tables import (
+    GOOD_STATES,
+    Rows,
+    event_text,
+    number,
+    server_rows,
+    worker_rows,
+)
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
-_CHART_ROWS = 4
-_CURVES = 3
-_NOTES = 4
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_CHART_ROWS: Final = 4
+_CHART_WIDTH: Final = 26
+_CURVES: Final = 3
+_NOTES: Final = 4
+_WORKER_HEADS: Final = ("worker", "state", "steps", "steps/s", "restarts", "time")
+_SERVER_HEADS: Final = ("server", "state", "variables", "updates", "updates/s", "busy")
+
+_LINE_EVERY_S: Final = 5.0
+"""Time between lines of a log: frequent enough to follow, rare enough for CI."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +85,6 @@ def picture_of(view: ClusterView, *, title: str) -> Picture:
         >>> picture_of(ClusterView(time_s=0.0, steps=7), title="top").done_steps
         7
     """
-    scalars = view.scalars[:_CURVES]
     return Picture(
         title=title,
         done_steps=view.steps,
@@ -80,90 +92,60 @@ def picture_of(view: ClusterView, *, title: str) -> Picture:
         elapsed_s=view.elapsed_s,
         examples_per_s=None,
         curves=[
-            Curve(label=one.name, values=[value for _, value in one.points]) for one in scalars
+            Curve(label=one.name, values=[value for _, value in one.points])
+            for one in view.scalars[:_CURVES]
         ],
         notes=[event_text(event) for event in view.events[-_NOTES:]],
         cluster=view,
     )
 
 
-class View(Protocol):
-    """Output for pictures; a context manager that restores the terminal at its end."""
+@final
+class TerminalView:
+    """Output for pictures: a picture that is redrawn in place, or lines where that is not possible.
 
-    def __enter__(self) -> Self: ...
+    A context manager, which restores the terminal at its end.
 
-    def __exit__(self, *failure: object) -> None: ...
+    Args:
+        stream: where to write; by default standard output.
+        plain: print lines on a terminal, too.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, plain: bool = False) -> None:
+        self._console = console = Console(file=stream or sys.stdout)
+        no_picture = not console.is_terminal or console.no_color or console.is_dumb_terminal
+        self._live = None if plain or no_picture else Live(console=console, refresh_per_second=8)
+        self._last_line = float("-inf")
+        self._finished = False
+
+    @property
+    def is_live(self) -> bool:
+        """True if pictures are redrawn in place."""
+        return self._live is not None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._live is not None:
+            self._live.stop()
 
     def show(self, picture: Picture) -> None:
-        """Replace the picture."""
+        """Redraw; or print one line if the last one is old enough, or the work is done."""
+        if self._live is not None:
+            self._live.update(draw(picture))
+            return
+        now = time.monotonic()
+        finished = picture.done_steps >= picture.total_steps > 0 and not self._finished
+        if now - self._last_line >= _LINE_EVERY_S or finished:
+            self._last_line, self._finished = now, finished
+            self.say(one_line(picture))
 
     def say(self, line: str) -> None:
         """Print one line that stays."""
-
-
-def open_view(*, stream: TextIO | None = None, plain: bool = False) -> View:
-    """Return a live view on a terminal, plain lines elsewhere (pipes, CI, no colours)."""
-    console = Console(file=stream or sys.stdout)
-    if plain or not console.is_terminal or console.no_color or console.is_dumb_terminal:
-        return LinesView(stream or sys.stdout)
-    return LiveView(console)
-
-
-@final
-class LiveView:
-    """View that redraws the picture in place."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, refresh_per_second=8)
-
-    def __enter__(self) -> LiveView:
-        self._live.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._live.stop()
-
-    def show(self, picture: Picture) -> None:
-        """Redraw."""
-        self._live.update(draw(picture))
-
-    def say(self, line: str) -> None:
-        """Print a line above the picture, or below it after the end."""
-        self._console.print(line, markup=False, highlight=False)
-
-
-@final
-class LinesView:
-    """View that prints one line every few seconds, for logs."""
-
-    # Frequent enough to follow, rare enough for a CI log.
-    _EVERY_S = 5.0
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._last = float("-inf")
-        self._finished = False
-
-    def __enter__(self) -> LinesView:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._stream.flush()
-
-    def show(self, picture: Picture) -> None:
-        """Print one line if the last one is old enough, or the work is done."""
-        now = time.monotonic()
-        finished = picture.done_steps >= picture.total_steps > 0 and not self._finished
-        if now - self._last < self._EVERY_S and not finished:
-            return
-        self._last = now
-        self._finished = finished
-        self.say(one_line(picture))
-
-    def say(self, line: str) -> None:
-        """Print one line at once."""
-        print(line, file=self._stream, flush=True)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def one_line(picture: Picture) -> str:
@@ -173,13 +155,14 @@ def one_line(picture: Picture) -> str:
     parts += [f"{curve.label} {curve.values[-1]:.4f}" for curve in picture.curves if curve.values]
     if cluster.staleness_mean is not None:
         parts.append(f"staleness {cluster.staleness_mean:.1f}")
-    parts += [
-        f"{one.name} {one.state} {one.steps} steps{_worker_note(one)}" for one in cluster.workers
-    ]
-    parts += [
-        f"{one.name} {_state_of(one)} {_size(one.variable_bytes)} {one.updates} updates{_server_note(one)}"
-        for one in cluster.servers
-    ]
+    for row, worker in zip(worker_rows(cluster), cluster.workers, strict=True):
+        rate = "" if worker.steps_per_s is None else f"{row['steps/s']} steps/s"
+        note = ", ".join(filter(None, (rate, row["time"])))
+        text = f"{worker.name} {row['state']} {worker.steps} steps"
+        parts.append(f"{text} ({note})" if note else text)
+    for row in server_rows(cluster):
+        text = f"{row['server']} {row['state']} {row['variables']} {row['updates']} updates"
+        parts.append(text if row["busy"] == "–" else f"{text} (busy {row['busy']})")
     if picture.remaining_s is not None:
         parts.append(f"{picture.remaining_s:.0f} s left")
     parts += [f"advice: {one}" for one in advise(cluster)[:1]]
@@ -190,30 +173,7 @@ def _speed(picture: Picture) -> list[str]:
     if picture.examples_per_s is not None:
         return [f"{picture.examples_per_s:,.0f} examples/s"]
     steps_per_s = picture.cluster.steps_per_s
-    return [] if steps_per_s is None else [f"{steps_per_s:,.3g} steps/s"]
-
-
-def _worker_note(worker: WorkerView) -> str:
-    note = [] if worker.steps_per_s is None else [f"{worker.steps_per_s:.3g} steps/s"]
-    if worker.is_straggler:
-        note.append("straggler")
-    if time_use := _time_use(worker):
-        note.append(time_use)
-    return f" ({', '.join(note)})" if note else ""
-
-
-def _time_use(worker: WorkerView) -> str:
-    """Return the two phases that take most of a worker's time."""
-    longest = sorted(worker.phases.items(), key=lambda item: -item[1])[:2]
-    return ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in longest if share >= 0.05)
-
-
-def _server_note(server: ServerView) -> str:
-    return "" if server.busy_share is None else f" (busy {100 * server.busy_share:.0f} %)"
-
-
-def _state_of(server: ServerView) -> str:
-    return "checkpoint" if server.is_checkpointing else server.state
+    return [] if steps_per_s is None else [f"{number(steps_per_s)} steps/s"]
 
 
 def _steps(picture: Picture) -> str:
@@ -221,10 +181,6 @@ def _steps(picture: Picture) -> str:
         return f"{picture.done_steps} steps"
     share = 100 * picture.done_steps / picture.total_steps
     return f"step {picture.done_steps:,} of {picture.total_steps:,} ({share:.0f} %)"
-
-
-def _size(held: int) -> str:
-    return f"{held / 1e6:,.1f} MB" if held >= 1e6 else f"{held / 1e3:,.0f} kB"
 
 
 def draw(picture: Picture) -> Panel:
@@ -235,22 +191,17 @@ def draw(picture: Picture) -> Panel:
     rows.append(Text(_summary(picture)))
     if picture.total_steps:
         rows.append(ProgressBar(total=picture.total_steps, completed=picture.done_steps))
-    curves = [curve for curve in picture.curves if curve.values]
-    if curves:
-        rows += [Text(), _beside([_chart(curve, picture.elapsed_s) for curve in curves])]
+    charts = [_chart(curve, picture.elapsed_s) for curve in picture.curves if curve.values]
+    if charts:
+        beside = Table.grid(*[""] * len(charts), expand=True, padding=(0, 1))
+        beside.add_row(*charts)
+        rows += [Text(), beside]
     # Events come before the tables: a low terminal shows only the first rows.
     rows += [Text(note, style="yellow") for note in picture.notes[-_NOTES:]]
-    rows += [Text(), _workers(picture.cluster), Text(), _servers(picture.cluster)]
+    rows += [Text(), _table(_WORKER_HEADS, worker_rows(picture.cluster))]
+    rows += [Text(), _table(_SERVER_HEADS, server_rows(picture.cluster))]
     rows += [Text(f"→ {one}", style="bold") for one in advise(picture.cluster)[:3]]
     return Panel(Group(*rows), title=picture.title, border_style="cyan")
-
-
-def _beside(parts: Sequence[RenderableType]) -> Table:
-    table = Table.grid(expand=True, padding=(0, 1))
-    for _ in parts:
-        table.add_column(ratio=1)
-    table.add_row(*parts)
-    return table
 
 
 def _summary(picture: Picture) -> str:
@@ -263,9 +214,9 @@ def _summary(picture: Picture) -> str:
     return "   ".join(parts)
 
 
-def _chart(curve: Curve, elapsed_s: float, *, width: int = 26) -> Text:
+def _chart(curve: Curve, elapsed_s: float) -> Text:
     """Draw a curve in a few rows of blocks, with its current value, extremes and times."""
-    count = len(curve.values)
+    count, width = len(curve.values), _CHART_WIDTH
     means = []
     for column in range(width):  # mean of the values in the column; a short curve is stretched
         low, high = column * count // width, (column + 1) * count // width
@@ -288,48 +239,17 @@ def _chart(curve: Curve, elapsed_s: float, *, width: int = 26) -> Text:
     return text
 
 
-def _workers(cluster: ClusterView) -> Table:
-    table = _table("worker", "state", "steps", "steps/s", "restarts")
-    detailed = any(map(_time_use, cluster.workers))
-    if detailed:
-        table.add_column("time")
-    for row in cluster.workers:
-        cells: list[RenderableType] = [
-            row.name,
-            Text("straggler", style="bold red") if row.is_straggler else _state(row.state),
-            f"{row.steps:,}",
-            _rate(row.steps_per_s),
-            str(row.restarts),
-        ]
-        table.add_row(*cells, *([Text(_time_use(row))] if detailed else []))
-    return table
-
-
-def _table(*columns: str) -> Table:
+def _table(heads: Sequence[str], rows: Rows) -> Table:
+    """Return some columns of a table; empty ones are left out."""
+    shown = [head for head in heads if not rows or any(row[head] for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
+    for head in shown:
+        table.add_column(head, no_wrap=head != "time")
+    for row in rows:
+        table.add_row(*(_cell(head, row[head]) for head in shown))
     return table
 
 
-def _servers(cluster: ClusterView) -> Table:
-    table = _table("server", "state", "memory", "updates", "per s", "busy", "refused")
-    for row in cluster.servers:
-        table.add_row(
-            row.name,
-            _state(_state_of(row)),
-            _size(row.variable_bytes),
-            f"{row.updates:,}",
-            _rate(row.updates_per_s),
-            "–" if row.busy_share is None else f"{100 * row.busy_share:.0f} %",
-            f"{row.duplicates + row.fenced:,}",  # repeated writes, and writes of lost workers
-        )
-    return table
-
-
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
-
-
-def _state(state: str) -> Text:
-    return Text(state, style="green" if state in ("running", "idle", "checkpoint") else "bold red")
+def _cell(head: str, value: str) -> Text:
+    is_state = head == "state"
+    return Text(value, style=("green" if value in GOOD_STATES else "bold red") if is_state else "")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from concurrent.futures import Future
+from typing import Any, Final, final
 from urllib.parse import urlsplit
 
 from bokeh.application import Application
@@ -27,7 +28,7 @@ from tornado.ioloop import IOLoop
 from tornado.web import HTTPError, RequestHandler
 from typing_extensions import override
 
-from stratagem._monitor.cluster_view import ClusterView
+from stratagem._monitor.monitor import Monitor
 from stratagem._monitor.page import CARDS, TEMPLATE, Page
 from stratagem._owner import Owner
 
@@ -36,27 +37,14 @@ _log = logging.getLogger("stratagem.monitor")
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _START_S: Final = 30.0
 _STOP_S: Final = 10.0
+_UPDATE_MS: Final = 1000  # between updates of an open page
 _MESSAGE_BYTES: Final = 1 << 20  # from a browser, which only reports sizes and clicks
 _KEEP_UNUSED_MS: Final = 10_000
 
 
-class ViewSource(Protocol):
-    """Object with the latest view."""
-
-    @property
-    def view(self) -> ClusterView:
-        """The latest view."""
-
-
 @final
 class Access:
-    """Decides which requests are answered.
-
-    Args:
-        address: IP address or name that the server listens on.
-        port: its port.
-        token: secret in the link.
-    """
+    """Decides which requests are answered. `address`, `port`: of the server; `token`: the secret in the link."""
 
     def __init__(self, address: str, port: int, token: str) -> None:
         self._token = token
@@ -125,7 +113,7 @@ class _Enter(RequestHandler):  # type: ignore[misc]
 class _Metrics(RequestHandler):  # type: ignore[misc]
     """The cluster's metrics in the text format of Prometheus."""
 
-    def initialize(self, views: ViewSource) -> None:
+    def initialize(self, views: Monitor) -> None:
         self._views = views
 
     def get(self) -> None:
@@ -165,12 +153,9 @@ class WebServer(Owner):
         views: has the latest view.
         address: ``host:port``; port 0 takes a free one.
         title: of the page.
-        every_s: seconds between updates of an open page.
     """
 
-    def __init__(
-        self, views: ViewSource, *, address: str, title: str, every_s: float = 1.0
-    ) -> None:
+    def __init__(self, views: Monitor, *, address: str, title: str) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(
@@ -178,59 +163,43 @@ class WebServer(Owner):
             )
         self._views = views
         self._title = title
-        self._every_s = every_s
         self._host = host.strip("[]")
         self._port = int(port)
-        self._token = secrets.token_urlsafe(24)
-        self._ready = threading.Event()
-        self._error: BaseException | None = None
+        self.token = secrets.token_urlsafe(24)
+        self._ready: Future[None] = Future()  # or the error that ended the thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._serve, name="stratagem-page", daemon=True)
         self._thread.start()
-        if not self._ready.wait(_START_S):
-            raise TimeoutError(f"the page's server did not start within {_START_S:g} s")
-        self._raise_error()
-
-    def _raise_error(self) -> None:
-        """Raise the error that ended the thread, if any."""
-        if self._error is not None:
+        try:
+            self._ready.result(_START_S)
+        except TimeoutError as error:
+            raise TimeoutError(f"the page's server did not start within {_START_S:g} s") from error
+        except BaseException:
             self._thread.join(_STOP_S)
-            raise self._error
-
-    @property
-    def url(self) -> str:
-        """Link to the page, with its token."""
-        return f"{self.base_url}/?token={self._token}"
+            raise
 
     @property
     def base_url(self) -> str:
         """Address of the server, without the token."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         if self._host in ("0.0.0.0", "::"):
-            import platform
-
-            host = platform.node()
+            host = os.uname().nodename
         return f"http://{host}:{self._port}"
-
-    @property
-    def token(self) -> str:
-        """Secret that a request needs."""
-        return self._token
 
     def _serve(self) -> None:
         try:
             asyncio.run(self._serve_until_closed())
         except BaseException as error:  # noqa: BLE001 - raised by the constructor
-            self._error = error
-            self._ready.set()
+            if not self._ready.done():
+                self._ready.set_exception(error)
 
     async def _serve_until_closed(self) -> None:
         loop = IOLoop.current()
         server, http = self._start(loop)
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._ready.set()
+        self._ready.set_result(None)
         await self._stop.wait()
         server.stop(wait=False)
         await http.close_all_connections()
@@ -254,7 +223,7 @@ class WebServer(Owner):
             unused_session_lifetime_milliseconds=_KEEP_UNUSED_MS,
             check_unused_sessions_milliseconds=_KEEP_UNUSED_MS,
         )
-        tornado.access = Access(self._host, self._port, self._token)
+        tornado.access = Access(self._host, self._port, self.token)
         http = HTTPServer(tornado)
         http.add_sockets([listener])
         server = BaseServer(loop, tornado, http)
@@ -269,13 +238,7 @@ class WebServer(Owner):
         document.template = TEMPLATE
         document.template_variables["cards"] = CARDS
         document.title = self._title
-        document.add_periodic_callback(self._updater(page), max(100, int(1000 * self._every_s)))
-
-    def _updater(self, page: Page) -> Callable[[], None]:
-        def update() -> None:
-            page.update(self._views.view)
-
-        return update
+        document.add_periodic_callback(lambda: page.update(self._views.view), _UPDATE_MS)
 
     @override
     def close(self) -> None:

@@ -48,7 +48,7 @@ def three():
 
 
 def test_parallel_replicas_run_at_the_same_time(parallel):
-    """Issue 2.4: side by side, each on its own named thread."""
+    """Issue 2.4: side by side, each on its own thread: replica 0 on the caller's, the others on named ones."""
     strategy = parallel
     barrier = threading.Barrier(strategy.num_replicas_in_sync)
 
@@ -56,9 +56,11 @@ def test_parallel_replicas_run_at_the_same_time(parallel):
         barrier.wait(LIMIT_S)
         return threading.current_thread().name
 
-    names = strategy.run(step).values
-    assert len(set(names)) == strategy.num_replicas_in_sync
-    assert all(name.startswith("MirroredStrategy-replica-") for name in names)
+    first, *others = strategy.run(step).values
+    assert first == threading.current_thread().name
+    assert others == [
+        f"MirroredStrategy-replica-{i}" for i in range(1, strategy.num_replicas_in_sync)
+    ]
 
 
 def test_replicas_take_turns_in_their_order(strategy):
@@ -198,17 +200,18 @@ def test_a_replica_that_is_delayed_before_it_waits_takes_its_turn_once(monkeypat
 
 
 def test_a_replica_that_waits_for_a_later_one_is_named(monkeypatch):
-    """Replicas take turns: replica 1 cannot run while replica 0 waits for it outside a rendezvous."""
+    """Replicas take turns: replica 2 cannot run while replica 1 waits for it outside a rendezvous."""
     monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "0.3")
     arrived = threading.Event()
 
     def step():
-        if me() == 0:
+        if me() == 1:
             arrived.wait(LIMIT_S)
-        arrived.set()
+        if me() == 2:
+            arrived.set()
 
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        with pytest.raises(ReplicaTimeout, match=r"replicas \[1\] waited 0.3 s for <Replica 0"):
+    with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+        with pytest.raises(ReplicaTimeout, match=r"replicas \[2\] waited 0.3 s for \[<Replica 1"):
             strategy.run(step)
         arrived.set()
         assert strategy.run(lambda: 1) == 1
@@ -566,21 +569,43 @@ def test_a_replica_that_never_arrives(monkeypatch):
         release.set()
 
 
-def test_replica_zero_may_be_the_one_that_is_stuck(monkeypatch):
-    """The caller's thread is nobody's replica, so it always gets the error."""
-    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "3")
-    release = threading.Event()
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+def test_replicas_that_run_at_the_same_time_do_not_wait_long_for_replica_zero(monkeypatch):
+    """It runs on the caller's thread, which gets the error as soon as replica 0 goes on."""
+    monkeypatch.setenv("STRATAGEM_REPLICA_TIMEOUT_S", "1")
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], parallel_replicas=True) as strategy:
 
         def step():
             if me() == 0:
-                release.wait(LIMIT_S)
+                group = context.current_replica().group
+                wait_until(lambda: group.aborted)
             return meet(0, lambda brought: brought)
 
         with pytest.raises(sg.errors.ReplicaTimeout) as caught:
             strategy.run(step)
-        assert caught.value.missing == (0,)
-        release.set()
+        assert (caught.value.missing, caught.value.waiting) == ((0,), (1,))
+        assert strategy.run(me).values == (0, 1)
+
+
+def test_ctrl_c_ends_a_step_that_is_stuck_in_replica_zero(two):
+    """As on one device: the error comes from the line at which the step is stuck, and names the replica."""
+    stuck = threading.Event()
+
+    def interrupt():
+        stuck.wait(LIMIT_S)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def step():
+        stuck.set()
+        threading.Event().wait(LIMIT_S)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        two.run(step)
+    helper.join(LIMIT_S)
+    assert any("in <Replica 0 of 2" in note for note in caught.value.__notes__)
+    assert any(frame.name == "step" for frame in traceback.extract_tb(caught.value.__traceback__))
+    assert two.run(me).values == (0, 1)
 
 
 def test_slow_combining_is_not_a_timeout(monkeypatch):

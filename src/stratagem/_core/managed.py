@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stratagem._core.context import Replica
 from stratagem._core.torch_patches.private_api import (
+    graph_nodes,
     outside_all_transforms,
     version,
     version_of,
@@ -40,7 +41,7 @@ class RunRecord:
     """
 
     __slots__ = (
-        "accumulated", "arrived", "closed", "copies", "extra", "leaves", "put_aside", "queued", "replica",
+        "accumulated", "arrived", "closed", "copies", "extra", "leaves", "nodes", "put_aside", "queued", "replica",
     )  # fmt: skip
 
     def __init__(self, replica: Replica | None) -> None:
@@ -50,6 +51,9 @@ class RunRecord:
         self.accumulated: dict[ReplicatedParameter, Leaf] = {}  # got a gradient in this pass
         self.extra: list[tuple[Leaf, Tensor]] = []  # gradients of central tensors in this pass
         self.arrived = 0  # leaves that got a gradient in the last pass, for `autograd_engine`
+        self.nodes = (
+            graph_nodes()
+        )  # of the replica's thread, before this run or at the end of its last pass
         self.put_aside: list[Leaf] = []  # leaves whose earlier gradients wait for the pass to end
         self.queued = False  # whether the engine will call us at the end of this pass
         self.closed = False

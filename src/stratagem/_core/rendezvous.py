@@ -1,8 +1,10 @@
 """The meeting point of the replicas of one run: all arrive with a value, and one combines the values.
 
 Everything that replicas do together (``merge_call``, collectives, gradient aggregation, optimizer steps) is a
-rendezvous. `Rendezvous` also tells the thread that called ``run`` when all replicas have ended, and aborts the run
-when one of them fails.
+rendezvous. `Rendezvous` also aborts the run when a replica fails or takes too long.
+
+The thread that called ``run`` is the thread of replica 0. While it waits, for a rendezvous or for the end of the run, it
+combines what must be combined there, and watches the time that the others take.
 
 A replica waits at a rendezvous until all others have arrived. At the end of ``backward()`` it need not wait at once:
 it goes on until it needs the result (`Rendezvous.wait`) or comes to the next rendezvous.
@@ -34,10 +36,11 @@ STRAGGLER_LIMIT_S = 2.0
 """How long a replica may take to end after a timeout or Ctrl-C, before its thread is abandoned."""
 
 POLL_S = 0.5
-"""How often the waiting caller wakes up: a Ctrl-C that arrives just before the wait does not interrupt it."""
+"""How often a waiting thread wakes up: a Ctrl-C that arrives just before the wait does not interrupt it."""
 
-TURN_POLL_S = 60.0
-"""How often a replica that waits for its turn wakes up. The caller has the limit, and ends the run."""
+
+_ENDS_NOW = (KeyboardInterrupt, SystemExit, ReplicaTimeout)
+"""Errors after which the caller does not wait for replicas that still compute."""
 
 
 class Aborted(BaseException):
@@ -95,7 +98,7 @@ class _Meeting:
 
 
 class Rendezvous:
-    """Barrier at which the replicas of one run wait for each other, and their caller waits for them.
+    """Barrier at which the replicas of one run wait for each other.
 
     Args:
         replicas: the replicas of the run, two or more.
@@ -111,9 +114,9 @@ class Rendezvous:
     """
 
     __slots__ = (
-        "_arrivals", "_caller", "_caller_combines", "_combining", "_done", "_lock", "_meetings", "_own", "_parallel",
-        "_replicas", "_results", "_runnable", "_size", "_start", "_timeout_s", "_turn", "_turn_began_s", "_unstarted",
-        "_waits_for", "_wake", "_weights", "aborted", "combine_error", "ended", "errors",
+        "_arrivals", "_caller_combines", "_combining", "_done", "_lock", "_meetings", "_own", "_parallel", "_progress_s",
+        "_replicas", "_results", "_runnable", "_size", "_start", "_timeout_s", "_turn", "_unstarted", "_waits_for",
+        "_wake", "_weights", "aborted", "combine_error", "ended", "errors",
     )  # fmt: skip
 
     def __init__(
@@ -129,8 +132,9 @@ class Rendezvous:
         self._weights = weights
         self._timeout_s = None if timeout_s is None else min(timeout_s, _thread.TIMEOUT_MAX)
         self._lock = _thread.allocate_lock()
-        self._caller = _held_lock()  # held while the caller has nothing to do
-        self._wake = [_held_lock() for _ in range(size)]  # held while the replica waits
+        self._wake = [
+            _held_lock() for _ in range(size)
+        ]  # released when the replica's thread must look
         self._meetings: deque[_Meeting] = deque()  # that are not combined yet, oldest first
         self._done = 0  # meetings that are
         self._arrivals = [0] * size  # meetings at which each replica has arrived
@@ -143,9 +147,9 @@ class Rendezvous:
         self._caller_combines = False  # whether the caller has to do it
         self._parallel = parallel
         self._start: Callable[[int], None]
-        self._unstarted = list(range(size))
+        self._unstarted = list(range(1, size))
         self._turn = 0  # the replica that runs now
-        self._turn_began_s = 0.0
+        self._progress_s = 0.0  # when a replica last came to wait, or to run
         self._own: Sequence[OwnValues] = ()
         self.aborted = False
         self.errors: dict[int, BaseException] = {}
@@ -162,30 +166,36 @@ class Rendezvous:
     # -------------------------------------------------------------- turns
 
     def begin(self, start: Callable[[int], None], own: Sequence[OwnValues] = ()) -> None:
-        """Start the replicas: all at once, or the first one, which starts the next when it waits.
+        """Begin the run: the caller runs replica 0 next, and the others run now or when their turn comes.
 
         Args:
-            start: starts the job of one replica on its thread.
+            start: starts the job of another replica on its thread.
             own: values of which each replica has its own, if replicas take turns.
         """
         self._start = start
         self._own = own
         with self._lock:
-            while self._unstarted and (self._parallel or len(self._unstarted) == self._size):
+            self._resume()
+            while self._parallel and self._unstarted:
                 self._pass_turn()
 
     def _pass_turn(self) -> None:
         """Let the next replica run that has what it waited for. Call it under the lock."""
-        self._turn_began_s = time.monotonic()
+        self._progress_s = time.monotonic()
         if self._runnable:
             self._turn = min(self._runnable)
             self._runnable.remove(self._turn)
             self._resume()
-            self._wake[self._turn].release()
+            self._wake_up(self._turn)
         elif self._unstarted:
             self._turn = self._unstarted.pop(0)
             self._resume()
             self._start(self._turn)
+
+    def _wake_up(self, replica_id: int) -> None:
+        """Let the thread of a replica look at what has changed. Call it under the lock."""
+        if self._wake[replica_id].locked():
+            self._wake[replica_id].release()
 
     def _resume(self) -> None:
         for each in self._own:
@@ -274,21 +284,25 @@ class Rendezvous:
     def _stop(self, replica_id: int) -> None:
         """Let others go on, while a replica waits for the last meeting at which it arrived. Call it under the lock."""
         self._waits_for[replica_id] = self._arrivals[replica_id]
+        self._progress_s = time.monotonic()
         if self._is_complete():
             self._caller_combines = True
-            self._wake_caller()
+            self._wake_up(0)
         elif not self._parallel:
             self._pass_turn()
 
     def _wait(self, replica_id: int) -> Any:
         """Wait for a meeting, and in turns for this replica's turn; return the result."""
-        wake = self._wake[replica_id]
-        if self._parallel:
-            if not wake.acquire(timeout=self.timeout_s):
-                self._time_out(replica_id)
-        else:
-            while not wake.acquire(timeout=TURN_POLL_S):
-                pass  # the caller ends the run if a turn takes too long
+        on_caller = replica_id == 0
+        while True:
+            if on_caller:
+                self._combine_here()
+            with self._lock:
+                if replica_id not in self._waits_for and replica_id not in self._runnable:
+                    break
+            is_woken = self._wake[replica_id].acquire(timeout=POLL_S)
+            if not is_woken and (on_caller or self._parallel):
+                self._end_if_late()
         if replica_id not in self._results:
             raise Aborted
         return self._results.pop(replica_id)
@@ -302,7 +316,7 @@ class Rendezvous:
         results = self._results_of(meeting)
         with self._lock:
             self._combining = False
-            self._turn_began_s = time.monotonic()
+            self._progress_s = time.monotonic()
             first = min(results)
             if type(results[first]) is _Failure and not meeting.all_wait:
                 # A replica that has gone on is not here to get the error.
@@ -315,7 +329,7 @@ class Rendezvous:
                     del self._waits_for[i]
                     self._results[i] = results[i]
                     if self._parallel:
-                        self._wake[i].release()
+                        self._wake_up(i)
                     else:
                         self._runnable.add(i)
                 if meeting.all_wait and runner is not None:
@@ -342,39 +356,16 @@ class Rendezvous:
             each.share(first)
         return results
 
-    def _time_out(self, replica_id: int) -> None:
-        while True:
-            with self._lock:
-                count = self._waits_for.get(replica_id, 0)
-                here = self.ended.union(i for i, n in enumerate(self._arrivals) if n >= count)
-                missing = [i for i in range(self._size) if i not in here]
-                if missing:
-                    waiting, label = sorted(self._waits_for), self._label
-                    self.abort(but=replica_id)
-                    break
-            # All have arrived and are being combined, which may take long.
-            if self._wake[replica_id].acquire(timeout=self.timeout_s):
-                return
-        raise ReplicaTimeout(
-            f"replicas {waiting} waited {self.timeout_s:g} s at {label} for "
-            f"{[self._replicas[i] for i in missing]}, which did not arrive. Every replica must make "
-            "the same collective calls; raise STRATAGEM_REPLICA_TIMEOUT_S if it is merely slow.",
-            waiting=waiting,
-            missing=missing,
-            limit_s=self.timeout_s,
-        )
-
-    def abort(self, but: int | None = None) -> None:
+    def abort(self) -> None:
         """End the run: waiting replicas unwind now, others when they arrive. Call it under the lock."""
         self.aborted = True
         for i in (*self._waits_for, *self._runnable):
-            if i != but:
-                self._results.pop(i, None)
-                self._wake[i].release()
+            self._results.pop(i, None)
+            self._wake_up(i)
         self._waits_for, self._runnable = {}, set()
         self.ended.update(self._unstarted)
         self._unstarted = []
-        self._wake_caller()
+        self._wake_up(0)
 
     def leave(self, replica_id: int, error: BaseException | None) -> None:
         """Note that a replica's function has ended, with or without an error."""
@@ -392,58 +383,54 @@ class Rendezvous:
             if self._is_complete():
                 self._caller_combines = True
             if self._caller_combines or len(self.ended) == self._size:
-                self._wake_caller()
+                self._wake_up(0)
             elif not (self._parallel or self.aborted):
                 self._pass_turn()
 
     # -------------------------------------------------------------- the caller
 
-    def _wake_caller(self) -> None:
-        # Under self._lock. A signal that was not taken yet is enough.
-        if self._caller.locked():
-            self._caller.release()
-
     def wait_for_end(self) -> bool:
         """Wait until all replicas have ended, combining where needed; False: some did not end in time."""
         deadline: float | None = None
         while True:
-            while self._takes_over():
-                self._combine(None)
+            self._combine_here()
             if len(self.ended) == self._size:
                 return True
             if self.aborted and deadline is None:
-                late = any(isinstance(e, ReplicaTimeout) for e in self.errors.values())
-                deadline = time.monotonic() + (STRAGGLER_LIMIT_S if late else self.timeout_s)
+                now = any(isinstance(each, _ENDS_NOW) for each in self.errors.values())
+                deadline = time.monotonic() + (STRAGGLER_LIMIT_S if now else self.timeout_s)
             limit_s = POLL_S if deadline is None else deadline - time.monotonic()
             if limit_s <= 0:
                 return False
-            if not (self._caller.acquire(timeout=min(limit_s, POLL_S)) or self._parallel):
-                self._end_long_turn()
+            if not self._wake[0].acquire(timeout=min(limit_s, POLL_S)):
+                self._end_if_late()
 
-    def _takes_over(self) -> bool:
-        """Return whether the caller has to combine; if it has done so, let the next replica run."""
-        if not self._caller_combines:
-            return False
-        with self._lock:
-            self._combining = self._caller_combines = self._is_complete()
-            if not (self._combining or self._parallel or self.aborted):
-                self._pass_turn()
-            return self._combining
+    def _combine_here(self) -> None:
+        """Combine what the caller has to combine, and let the next replica run."""
+        while self._caller_combines:
+            with self._lock:
+                self._combining = self._caller_combines = self._is_complete()
+                if not self._combining:
+                    if not (self._parallel or self.aborted):
+                        self._pass_turn()
+                    return
+            self._combine(None)
 
-    def _end_long_turn(self) -> None:
-        """Abort the run if one replica has kept the others waiting for too long."""
+    def _end_if_late(self) -> None:
+        """Abort the run if the replicas that run have kept the others waiting for too long."""
         with self._lock:
-            waiting = [*sorted({*self._waits_for, *self._runnable}), *self._unstarted]
-            late = time.monotonic() - self._turn_began_s > self.timeout_s
-            if self.aborted or self._combining or not waiting or not late or self._turn in waiting:
+            waiting = sorted({*self._waits_for, *self._runnable, *self._unstarted})
+            missing = [i for i in range(self._size) if i not in waiting and i not in self.ended]
+            late = time.monotonic() - self._progress_s > self.timeout_s
+            if self.aborted or self._combining or not (waiting and missing and late):
                 return
-            turn, at = self._turn, f" at {self._label}" if self._waits_for else ""
+            at = f" at {self._label}" if self._waits_for else ""
             self.errors[waiting[0]] = ReplicaTimeout(
-                f"replicas {waiting} waited {self.timeout_s:g} s{at} for {self._replicas[turn]}, which did not "
-                "arrive. Every replica must make the same collective calls, and must not wait for a later replica: "
-                "replicas run in turns. Raise STRATAGEM_REPLICA_TIMEOUT_S if it is merely slow.",
+                f"replicas {waiting} waited {self.timeout_s:g} s{at} for {[self._replicas[i] for i in missing]}, "
+                "which did not arrive. Every replica must make the same collective calls, and must not wait for a "
+                "later replica: replicas run in turns. Raise STRATAGEM_REPLICA_TIMEOUT_S if it is merely slow.",
                 waiting=waiting,
-                missing=[turn],
+                missing=missing,
                 limit_s=self.timeout_s,
             )
             self.abort()
@@ -454,7 +441,7 @@ class Rendezvous:
             self.abort()
         deadline = time.monotonic() + limit_s
         while len(self.ended) < self._size and (rest := deadline - time.monotonic()) > 0:
-            self._caller.acquire(timeout=rest)
+            self._wake[0].acquire(timeout=rest)
 
     def close(self) -> None:
         """Break the reference cycles with the replicas; abandoned threads may still call us."""

@@ -1,4 +1,4 @@
-"""The threads of replicas: one per replica, kept between runs, owned by a strategy.
+"""The threads of replicas: one for each but the first, kept between runs, owned by a strategy.
 
 A replica thread is a named daemon thread that waits for a job. It holds no reference to its owner, so that an
 unused strategy can be collected; its finalizer closes the threads. `replicas` defines the jobs.
@@ -76,18 +76,6 @@ class ReplicaThread:
         self.abandoned = True
         if not self.busy:
             self._go.release()
-
-    def limit_cores(self, wanted: int) -> bool:
-        """Limit torch's own threads in this thread, so that R replicas do not compete for the cores.
-
-        torch keeps the number per thread, but setting it also changes the start value of threads created later.
-        Return True if the caller has to restore that.
-        """
-        if self.intra_op_threads == wanted:
-            return False
-        torch.set_num_threads(wanted)
-        self.intra_op_threads = wanted
-        return True
 
     @override
     def __repr__(self) -> str:
@@ -174,9 +162,9 @@ class ReplicaThreads:
             self._process, self._threads = os.getpid(), []  # a fork copies no threads
         for i in range(size):
             if i == len(self._threads):
-                self._threads.append(ReplicaThread(f"{self._name}-replica-{i}"))
+                self._threads.append(ReplicaThread(f"{self._name}-replica-{i + 1}"))
             elif self._threads[i].abandoned:  # by a failed run
-                self._threads[i] = ReplicaThread(f"{self._name}-replica-{i}")
+                self._threads[i] = ReplicaThread(f"{self._name}-replica-{i + 1}")
         return self._threads[:size]
 
     def release(self) -> None:
@@ -206,18 +194,21 @@ class ReplicaThreads:
 class CallerSettings:
     """Torch settings and context variables of the thread that calls ``run``, for every replica.
 
+    Create it and call `restore` on that thread.
+
     Attributes:
         variables: the caller's context variables.
         intra_op_threads: how many threads torch uses on the caller's thread.
     """
 
-    __slots__ = ("_autocast", "_grad", "_inference", "intra_op_threads", "variables")
+    __slots__ = ("_autocast", "_grad", "_inference", "_is_limited", "intra_op_threads", "variables")
 
     def __init__(self) -> None:
         self.variables = context.caller_variables()
         self.intra_op_threads = torch.get_num_threads()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
+        self._is_limited = False
         self._autocast: list[tuple[str, torch.dtype, bool]] = []
         if private_api.any_autocast():
             accelerator = torch.accelerator.current_accelerator()
@@ -229,16 +220,35 @@ class CallerSettings:
     def apply(self, device: torch.device) -> contextlib.ExitStack | None:
         """Apply the settings to this thread; return the stack to close, or None if nothing is open."""
         private_api.set_grad_enabled(self._grad)
-        if not (self._inference or self._autocast or device.type != "cpu"):
+        has_modes = private_api.function_modes() > 0  # a device scope around run(), on its thread
+        if not (self._inference or self._autocast or has_modes or device.type != "cpu"):
             return None
         stack = contextlib.ExitStack()
         if self._inference:
             stack.enter_context(torch.inference_mode())
         for kind, dtype, cache in self._autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-        if device.type != "cpu":
+        if has_modes or device.type != "cpu":
             compute_on(device, stack)
         return stack
+
+    def limit_cores(self, thread: ReplicaThread | None, wanted: int) -> None:
+        """Limit torch's own threads in this replica's thread, so that R replicas do not compete for the cores.
+
+        torch keeps the number per thread, but setting it also changes the start value of threads created later.
+        """
+        known = self.intra_op_threads if thread is None else thread.intra_op_threads
+        if known != wanted:
+            torch.set_num_threads(wanted)
+            self._is_limited = True
+            if thread is not None:
+                thread.intra_op_threads = wanted
+
+    def restore(self) -> None:
+        """Undo what replica 0 has set, or forgotten to restore, on the calling thread."""
+        private_api.set_grad_enabled(self._grad)
+        if self._is_limited:
+            torch.set_num_threads(self.intra_op_threads)
 
 
 def compute_on(device: torch.device, stack: contextlib.ExitStack) -> None:

@@ -1,7 +1,7 @@
 """`ReplicaGroup`: the replicas of one ``run``.
 
-A `ReplicaGroup` exists for one run. Its replicas run on the strategy's replica threads; the thread that called
-``run`` waits, runs what must run on it, and collects the results. A single replica runs on the calling thread.
+A `ReplicaGroup` exists for one run. Replica 0 runs on the thread that called ``run``, the others on the strategy's
+replica threads.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ReplicaGroup:
     """
 
     __slots__ = (
-        "_after_success", "_parallel", "_rendezvous", "_reset_cores", "_results", "_settings", "_strategy",
+        "_after_success", "_parallel", "_rendezvous", "_results", "_settings", "_strategy",
         "read_central", "replicas", "row_weights", "rows", "saves_parameters", "shared", "size", "streams",
     )  # fmt: skip
 
@@ -118,7 +118,6 @@ class ReplicaGroup:
                 self.replicas, self.row_weights, timeout_s, parallel=parallel
             )
             self._results: list[Any] = [None] * size
-            self._reset_cores = False
             self._settings = CallerSettings()
             self.streams = Streams()
 
@@ -133,14 +132,15 @@ class ReplicaGroup:
         """
         threads = threads.for_this_thread()
         meeting = self._rendezvous
-        used = threads.acquire(self.size, limit_s=meeting.timeout_s)
+        used = threads.acquire(self.size - 1, limit_s=meeting.timeout_s)
         with_rows = [i for i in range(self.size) if self.row_weights[i]]
         own: Sequence[OwnValues] = ()
         succeeded = False
         try:
             own = self._own_values(calls[0])
-            meeting.begin(lambda i: used[i].start(_Job(self, i, calls[i], used[i])), own)
+            meeting.begin(lambda i: used[i - 1].start(_Job(self, i, calls[i], used[i - 1])), own)
             try:
+                _Job(self, 0, calls[0], None)()
                 if not meeting.wait_for_end():
                     self._give_up(used, limit_s=0.0)
             except BaseException:  # Ctrl-C too: no replica may run on after run() has ended
@@ -157,8 +157,7 @@ class ReplicaGroup:
             for each in own:
                 each.finish(with_rows, succeeded=succeeded)
             threads.release()
-            if self._reset_cores:
-                torch.set_num_threads(self._settings.intra_op_threads)
+            self._settings.restore()
             # Replicas refer to their group: without this, every run would leave a cycle.
             self.replicas = ()
             meeting.close()
@@ -289,12 +288,12 @@ class ReplicaGroup:
 
 
 class _Job:
-    """The job of a replica thread for one replica of one run."""
+    """The job of one replica of one run, on a replica thread or (None) on the calling thread."""
 
     __slots__ = ("_call", "_group", "_id", "_thread")
 
     def __init__(
-        self, group: ReplicaGroup, id: int, call: Callable[[], Any], thread: ReplicaThread
+        self, group: ReplicaGroup, id: int, call: Callable[[], Any], thread: ReplicaThread | None
     ) -> None:
         self._group, self._id, self._call, self._thread = group, id, call, thread
 
@@ -309,16 +308,15 @@ class _Job:
         except BaseException as raised:  # noqa: BLE001 - raised again by run()
             error = raised
         finally:
-            self._thread.busy = False
+            if self._thread is not None:
+                self._thread.busy = False
             meeting.leave(i, error)
 
     def _run(self, group: ReplicaGroup, replica: Replica) -> None:
         settings = group._settings
         if replica.device.type == "cpu":
             running = group.size if group._parallel else 1
-            share = max(1, settings.intra_op_threads // running)
-            if self._thread.limit_cores(share):
-                group._reset_cores = True
+            settings.limit_cores(self._thread, max(1, settings.intra_op_threads // running))
         stack = settings.apply(replica.device)
         try:
             with context.entered(replica.strategy, replica), group.streams.active():

@@ -121,15 +121,14 @@ def _grad(run: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 class _Passes:
     """Backward passes of one replica that were searched."""
 
-    __slots__ = ("counts", "nodes", "reach_centrals")
+    __slots__ = ("counts", "reach_centrals")
 
     def __init__(self) -> None:
-        self.nodes = 0  # the thread's graph nodes at the end of the last pass
         self.counts: dict[int, tuple[int, int]] = {}  # new nodes -> (passes, leaves of ours)
         self.reach_centrals = False
 
 
-# Strategy -> passes of each replica. A replica keeps its thread, so that its node counts are comparable.
+# Strategy -> passes of each replica.
 _PASSES: weakref.WeakKeyDictionary[StrategyHooks, dict[int, _Passes]] = weakref.WeakKeyDictionary()
 
 
@@ -159,7 +158,8 @@ class _PassCheck:
     ) -> None:
         self._replica, self._roots, self._own = replica, roots, own
         self._passes = passes = _passes_of(replica)
-        self._kind = private_api.graph_nodes() - passes.nodes
+        record = replica.record
+        self._kind = private_api.graph_nodes() - (0 if record is None else record.nodes)
         count, self._leaves = passes.counts.get(self._kind, (0, 0))
         self._count = count = count + 1
         self.centrals: tuple[Tensor, ...] = ()
@@ -186,7 +186,8 @@ class _PassCheck:
             for each in self._search():
                 if self._is_central(each):
                     self._refuse_central(each)
-        passes.nodes = private_api.graph_nodes()
+        if record is not None:
+            record.nodes = private_api.graph_nodes()
         if not self._clean:  # it reached tensors of its own: search such a pass every time
             passes.counts.pop(self._kind, None)
             return

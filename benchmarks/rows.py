@@ -15,6 +15,7 @@ PYARROW = Side(kind="limit", label="plain pyarrow")
 BARE = Side(kind="bare", label="bare program", size={"form": "bare"})
 BOUND = Side(kind="bound", label="bound", size={"form": "every core"})
 START = Side(kind="limit", label="start of Python with torch")
+NEW_MEMORY = Side(kind="bound", label="read into new memory", size={"form": "new memory"})
 COPY = Side(kind="bound", label="memcpy", size={"form": "copy"})
 TRACED = Side(kind="peer", label="TF, tf.function", size={"form": "tf.function"})
 EAGER = Side(kind="peer", label="TF, eager", size={"form": "eager"})
@@ -272,7 +273,7 @@ TABLE = (
         section=CHECKPOINTS,
         title="restore 1 GB, saved on 2 servers, on 3 servers",
         unit="GB/s",
-        sides=(OURS, LIMIT),
+        sides=(OURS, LIMIT, NEW_MEMORY),
         points=(point(CLUSTER, _CHECKPOINT, place="/dev/shm"),),
         targets=(Target(against="limit", factor=0.5),),
         checked=False,

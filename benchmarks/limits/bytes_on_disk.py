@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.limits.cores import EveryCore
 from benchmarks.protocol import Work
 from benchmarks.scratch import make_scratch
 
@@ -84,3 +86,47 @@ class Read(Write):
             done = 0
             while done < len(into):
                 done += file.readinto(into[done : done + _PIECE_BYTES])
+
+
+class ReadShareIntoNewMemory(BytesWork):
+    """One server's share: from a file into new memory, half of it shared. Every second step frees the memory."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        super().__init__({**size, "rows": size["rows"] // (size["servers"] + 1)})
+        self.amount_per_step = self.gigabytes
+        self.path = self.folder / "share"
+        self.path.write_bytes(memoryview(self.here.numpy()))
+        self.held_memory: list[mmap.mmap] = []
+
+    def steps(self, count: int) -> None:
+        if self.held_memory:
+            self.held_memory.clear()
+            return
+        half = len(self.here) // 2
+        shared = os.memfd_create("bench")
+        os.ftruncate(shared, half)
+        apart = mmap.mmap(-1, half, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        apart.madvise(mmap.MADV_HUGEPAGE)  # as servers do for optimizer state
+        self.held_memory = [mmap.mmap(shared, half), apart]
+        os.close(shared)
+        with self.path.open("rb", buffering=0) as file:
+            for memory in self.held_memory:
+                into, done = memoryview(memory), 0
+                while done < half:
+                    done += file.readinto(into[done : done + _PIECE_BYTES])
+                into.release()
+
+
+class ReadIntoNewMemory(EveryCore):
+    """As many processes as the row has servers: new memory is what a restore on new servers needs."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        count = size["servers"] + 1
+        super().__init__(ReadShareIntoNewMemory, size, cores=count, amount=count)
+
+    def sample(self, seconds: float) -> dict[str, Any]:
+        begin = time.perf_counter()
+        self.steps(1)
+        taken = time.perf_counter() - begin
+        self.steps(1)
+        return {"value": self.amount_per_step / taken, "seconds": taken}

@@ -214,6 +214,8 @@ def make(row: str, size: dict[str, Any]) -> Work:
         return bytes_on_disk.Write(size)
     if row == "coordinator_recovery":
         return PythonStart()
+    if row == "restore_servers" and size.get("form") == "new memory":
+        return bytes_on_disk.ReadIntoNewMemory(size)
     if row in {"restore", "restore_servers"}:
         return bytes_on_disk.Read(size)
     if row == "read":

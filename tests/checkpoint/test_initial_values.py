@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem._checkpoint.block_reader import BlockReader, RowsWanted
+from stratagem._checkpoint.directory import load
+from stratagem._ps.coordinator.kept_tensor import Kept
 from stratagem._ps.init_ops import AT_FIRST_USE, initialise
 from stratagem._ps.server import stored_variable
 from stratagem._ps.server.checkpoint_parts import CheckpointAccess, SessionCheckpoints
 from stratagem._ps.server.store import VariableStore
+from stratagem._ps.server.store_state import exported
 from stratagem._ps.types import InitOp
 from stratagem._wire import messages
 from stratagem.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
@@ -39,7 +42,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[InitOp]:
 
 
 @contextmanager
-def run(backups: int = 0) -> Iterator[tuple[nn.Module, sg.Checkpoint]]:
+def run(backups: int = 0, optimizer: str = "Adagrad") -> Iterator[tuple[nn.Module, sg.Checkpoint]]:
     """A table with an optimizer on two servers; its initial values are the same each time."""
     with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
         with sg.ParameterServerStrategy(
@@ -49,15 +52,15 @@ def run(backups: int = 0) -> Iterator[tuple[nn.Module, sg.Checkpoint]]:
         ) as strategy:
             torch.manual_seed(4)
             with strategy.scope():
-                model = nn.Embedding(ROWS, 4, sparse=True)
-                optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+                model = nn.Embedding(ROWS, 4, sparse=optimizer == "Adagrad")
+                trainer = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
 
             def step(ids: Tensor) -> None:
-                optimizer.zero_grad()
+                trainer.zero_grad()
                 model(ids).sum().backward()
-                optimizer.step()
+                trainer.step()
 
-            checkpoint = sg.Checkpoint(model=model, optimizer=optimizer)
+            checkpoint = sg.Checkpoint(model=model, optimizer=trainer)
             vars(model)["train"] = lambda: list(strategy.run_steps(step, [torch.arange(ROWS)]))
             yield model, checkpoint
 
@@ -112,6 +115,81 @@ def test_a_restore_that_fails_leaves_initial_values(
         assert len(computed) == 2
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the variables whose local values were sent."""
+    found: list[str] = []
+    send = Kept.send
+
+    def noted(self: Kept) -> None:
+        found.append(self.name)
+        send(self)
+
+    monkeypatch.setattr(Kept, "send", noted)
+    return found
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tensors that were read twice: once to be verified."""
+    found: list[str] = []
+    verify = BlockReader.verify_rows
+
+    def noted(self: BlockReader, tensor: str, start: int, rows: int) -> None:
+        found.append(tensor)
+        verify(self, tensor, start, rows)
+
+    monkeypatch.setattr(BlockReader, "verify_rows", noted)
+    return found
+
+
+def test_a_restore_sends_no_local_values_and_reads_once(
+    tmp_path: Path, sent: list[str], verified: list[str]
+) -> None:
+    with run() as (model, checkpoint):
+        vars(model)["train"]()
+        expected = rows_of(model)
+        checkpoint.save(tmp_path / "one")
+    sent.clear()
+    with run() as (model, checkpoint):
+        checkpoint.restore(tmp_path / "one")
+        assert torch.equal(rows_of(model), expected)
+        assert not sent
+        assert not verified
+        checkpoint.restore(tmp_path / "one")  # what has values is verified before it is changed
+        assert verified
+        assert torch.equal(rows_of(model), expected)
+
+
+@pytest.mark.parametrize("table", ["small", "large"])
+@pytest.mark.parametrize("name", ["Adagrad", "Adam"])
+def test_a_damaged_checkpoint_leaves_new_variables_and_state_as_they_were(
+    tmp_path: Path, name: str, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are verified while they are read; nothing of what was read may remain."""
+    if table == "large":  # servers compute the initial values
+        monkeypatch.setenv("STRATAGEM_REMOTE_TABLE_BYTES", "1024")
+    with run(optimizer=name) as (model, checkpoint):
+        initial = rows_of(model)
+        vars(model)["train"]()
+        expected = rows_of(model)
+        vars(model)["train"]()
+        checkpoint.save(tmp_path / "one")
+    manifest = load(tmp_path / "one").manifest
+    last = max(manifest.blocks, key=lambda block: (block.file, block.offset))
+    with (tmp_path / "one" / last.file).open("r+b") as file:
+        file.seek(last.offset)
+        byte = file.read(1)
+        file.seek(last.offset)
+        file.write(bytes([byte[0] ^ 1]))
+    with run(optimizer=name) as (model, checkpoint):
+        with pytest.raises(CheckpointCorrupt, match="The objects are unchanged"):
+            checkpoint.restore(tmp_path / "one")
+        assert torch.equal(rows_of(model), initial)
+        vars(model)["train"]()
+        assert torch.equal(rows_of(model), expected)
+
+
 class SlowFiles:
     """Files whose reading waits, and then succeeds or fails."""
 
@@ -152,7 +230,7 @@ def test_values_that_nothing_was_restored_into_are_computed_at_the_first_use() -
     store.create(1, "table", (4, 2), torch.float32)
     store.initialise(1, [AT_FIRST_USE, InitOp("fill", (3.0,)), InitOp("fill_row", (0.0, 1.0))])
     assert store.version(1) == 1
-    [block] = store.export()
+    [block] = exported(store)
     assert block.tensor.tolist() == [[1.0, 1.0], *[[3.0, 3.0]] * 3]
     assert store.scatter(1, "add", torch.tensor([0]), torch.ones(1, 2)) == 2
     assert store.read(1)[0].tolist() == [2.0, 2.0]

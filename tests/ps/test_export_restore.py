@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from torch import Tensor
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.store import VariableStore
+from stratagem._ps.server.store_state import exported
 from stratagem._ps.store_records import Block, StoreManifest
 from stratagem._ps.types import Gradient, GroupSpec, WriteId
 from stratagem._wire.arenas import Budget
@@ -63,10 +65,16 @@ def step(store: VariableStore, name: str, numbers: Any) -> None:
         store.push(4, gradients, settings)
 
 
+def fill(store: VariableStore, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
+    store.restore(manifest)
+    for block in blocks:
+        store.write_block(block)
+
+
 def everything(store: VariableStore) -> tuple[StoreManifest, dict[tuple[Any, ...], Tensor]]:
     """The manifest, and all tensors by where they belong."""
     found: dict[tuple[Any, ...], list[Tensor]] = {}
-    for block in store.export():
+    for block in exported(store):
         found.setdefault((block.kind, block.variable, block.key, block.optimizer), []).append(
             block.tensor
         )
@@ -86,7 +94,7 @@ def assert_same(one: VariableStore, other: VariableStore) -> None:
 def test_a_restored_store_is_the_same_bit_for_bit(name: str, options: dict[str, Any]) -> None:
     """And goes on to train to the same numbers."""
     store, restored = trained(name, options), VariableStore()
-    restored.restore(store.describe(), store.export())
+    fill(restored, store.describe(), exported(store))
     assert_same(store, restored)
     step(store, name, range(3, 6))
     step(restored, name, range(3, 6))
@@ -108,7 +116,7 @@ def test_every_optimizer_of_torch_is_tried() -> None:
 def test_a_class_of_the_users_is_restored_too() -> None:
     store = trained(GradientKeeper.__name__, {"lr": 0.1}, module="own_optimizer")
     restored = VariableStore(optimizer_modules=("own_optimizer",))
-    restored.restore(store.describe(), store.export())
+    fill(restored, store.describe(), exported(store))
     assert_same(store, restored)
 
 
@@ -121,14 +129,14 @@ def rows_of(block: Block, start: int, stop: int) -> Block:
 def test_blocks_may_have_any_ranges_and_come_in_any_order() -> None:
     """A stream of small blocks, cut again and shuffled."""
     store, restored = trained("Adam", {"lr": 0.1}), VariableStore()
-    blocks = [copy.copy(block) for block in store.export(block_bytes=24)]
+    blocks = [copy.copy(block) for block in exported(store, block_bytes=24)]
     assert len(blocks) >= 20
     cut: list[Block] = []
     for block in blocks:
         middle = (block.start + block.stop + 1) // 2
         cut += [rows_of(block, block.start, middle), rows_of(block, middle, block.stop)]
     random.Random(1).shuffle(cut)
-    restored.restore(store.describe(), cut)
+    fill(restored, store.describe(), cut)
     assert_same(store, restored)
 
 
@@ -140,7 +148,7 @@ def test_one_store_becomes_two_and_two_become_one() -> None:
     for shard, (start, stop) in zip(shards, ((0, at), (at, 7)), strict=True):
         shard.create(1, "v1", (stop - start, 3), torch.float32)
         shard.create_optimizer(4, "torch.optim.Adagrad", [GroupSpec((1,), {"lr": 0.1})])
-        for block in whole.export(block_bytes=24):
+        for block in exported(whole, block_bytes=24):
             if block.variable != 1:
                 continue
             if block.key == "step":
@@ -152,7 +160,7 @@ def test_one_store_becomes_two_and_two_become_one() -> None:
     together.create(1, "v1", (7, 3), torch.float32)
     together.create_optimizer(4, "torch.optim.Adagrad", [GroupSpec((1,), {"lr": 0.1})])
     for shard, offset in zip(shards, (0, at), strict=True):
-        for block in shard.export():
+        for block in exported(shard):
             moved = 0 if block.key == "step" else offset
             together.write_block(block._replace(start=block.start + moved, stop=block.stop + moved))
     for key, tensor in everything(together)[1].items():
@@ -171,7 +179,7 @@ def test_the_ledger_is_restored_with_the_variables() -> None:
     store.fence("worker:2", 5)
     store.finish_closures([(1, 4), (6, 8)])
     restored = VariableStore()
-    restored.restore(store.describe(), store.export())
+    fill(restored, store.describe(), exported(store))
     for one in (store, restored):
         assert [one.admit(write) for write in writes] == [Admission.DUPLICATE] * 3
         assert one.admit(WriteId("worker:3", 1, 1, closure=9, nth=2000)) is Admission.DUPLICATE
@@ -201,7 +209,7 @@ def test_a_sparse_momentum_comes_back_dense_and_steps_alike() -> None:
     store.create_optimizer(4, "torch.optim.SGD", [GroupSpec((1,), {"lr": 0.1, "momentum": 0.9})])
     store.push(4, gradients(0))
     restored = VariableStore()
-    restored.restore(store.describe(), store.export())
+    fill(restored, store.describe(), exported(store))
     for one in (store, restored):
         one.push(4, gradients(1))
     assert torch.equal(store.read(1), restored.read(1))
@@ -211,7 +219,10 @@ def test_a_session_in_shared_memory_is_restored() -> None:
     """Versions show in shared memory, too."""
     store = trained("Adam", {"lr": 0.1})
     session = Session("s", budget=Budget(1 << 20))
-    session.restore(store.describe(), store.export())
+    session.restore(store.describe())
+    for block in exported(store):
+        session.store.write_block(block)
+    session.complete()
     assert_same(store, session.store)
     segment, offset, _ = session._places[1]
     assert segment.counter(offset) == 2 * store.version(1)

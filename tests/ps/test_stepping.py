@@ -145,7 +145,7 @@ def test_state_survives_saving_loading_and_a_new_group():
     stepper = ServerOptimizer("torch.optim.Adam", one, {1: a})
     stepper.step([Gradient(variable=1, values=torch.ones(2))])
     grown = ServerOptimizer("torch.optim.Adam", two, {1: a, 2: b})
-    grown.adopt_state(stepper)
+    grown.put_states(stepper.take_states([1]))
     assert {entry.key for entry in grown.state_entries()} == {"step", "exp_avg", "exp_avg_sq"}
     other = ServerOptimizer("torch.optim.Adam", one, {1: a.clone()})
     other.load_state(grown.state_entries())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -420,11 +420,11 @@ def restore_objects(
         stored = saved.manifest.tensors
         into = memory_to_restore(objects, content["objects"], stored)
         label = f"restoring step {saved.step}"
-        tensors = read_tensors(chain, match.needed, label, into)
-        with changing_objects():
-            with servers.frozen():
-                match.apply(tensors, strict=strict)
-            servers.read(chain)
+        tensors = read_tensors(
+            chain, match.needed, label, into, before_changes=lambda: servers.read(chain)
+        )
+        with changing_objects(), servers.frozen():
+            match.apply(tensors, strict=strict)
         if points is not None:
             points.extend(servers.points)
     if random:
@@ -456,10 +456,12 @@ def read_tensors(
     names: Sequence[str],
     label: str,
     into: Mapping[str, Tensor] = MappingProxyType({}),
+    before_changes: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
     """Read whole tensors, verified; tied ones come out as one tensor.
 
-    The tensors of `into` are read into the memory given there, when everything else has been verified and read.
+    The tensors of `into` are read into the memory given there, when everything else has been verified and read, and
+    `before_changes` was called.
     """
     manifest = chain[0][1]
     stored = {name: stored_name(manifest, name) for name in names}
@@ -479,6 +481,7 @@ def read_tensors(
                 found[name] = make(tensor.shape, dtype=tensor.torch_dtype)
         whole = [name for name in found if not manifest.tensors[name].per_shard]
         reader.read([RowsWanted(name, 0, found[name]) for name in whole])
+        before_changes()
         with changing_objects():
             reader.read([RowsWanted(name, 0, into[name]) for name in in_place])
         found.update((name, into[name]) for name in in_place)

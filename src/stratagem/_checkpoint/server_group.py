@@ -27,6 +27,7 @@ from stratagem._ps.client.remote_storage import RemoteStorage
 from stratagem._ps.client.server_connection import ServerConnection
 from stratagem._ps.client.transfers import TransferTurn, Urgent, always, follow
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
+from stratagem._ps.coordinator.kept_tensor import Kept
 from stratagem._ps.placement import Description
 from stratagem._ps.tables.sharded_variable import ShardedVariable
 from stratagem._wire import messages
@@ -152,7 +153,12 @@ class ServerGroup(Owner):
         if isinstance(value, Variable):
             storage = value._storage
             return storage.remote.description if isinstance(storage, RemoteStorage) else None
-        kept: Any = None
+        kept = self.kept(value)
+        return None if kept is None else kept.description
+
+    def kept(self, value: Any) -> Kept | None:
+        """Return the local tensor of a parameter or buffer, if it is on these servers."""
+        kept: Kept | None = None
         managed = find_managed(value) if isinstance(value, nn.Parameter) else None
         if isinstance(managed, CoordinatorParameter):
             kept = managed.kept
@@ -161,14 +167,12 @@ class ServerGroup(Owner):
             kept = buffer.kept if buffer is not None else None
         if kept is None or kept.owner is not self.variables or kept.remote is None:
             return None
-        where: Description | None = kept.description
-        return where
+        return kept
 
     def is_dynamic(self, value: Any) -> bool:
         """Return whether a parameter belongs to a dynamic table."""
-        managed = find_managed(value) if isinstance(value, nn.Parameter) else None
-        plan = managed.kept.plan if isinstance(managed, CoordinatorParameter) else None
-        return plan is not None and plan.keyed is not None
+        kept = self.kept(value)
+        return kept is not None and kept.plan is not None and kept.plan.keyed is not None
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

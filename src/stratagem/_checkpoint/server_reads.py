@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -27,10 +27,12 @@ from stratagem._checkpoint.server_group import (
 from stratagem._owner import Owner
 from stratagem._ps.client.transfers import follow, read_stall_s
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
+from stratagem._ps.coordinator.kept_tensor import Kept
 from stratagem._ps.placement import Description
 from stratagem._ps.recovery_point import RecoveryPoint
 from stratagem._wire import messages
 from stratagem._wire.messages import PartRef, StateRecord
+from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 
 @final
@@ -41,6 +43,8 @@ class ServerReads(Owner):
         self._groups: list[ServerGroup] = []
         self._wanted: list[tuple[RemoteTensor, str]] = []
         self._states: list[_StateWanted] = []
+        self._replaced: list[Kept] = []  # local values
+        self._is_all_new = False  # nothing was written where the servers read into
         self.points: list[tuple[CoordinatorVariables, RecoveryPoint]] = []
         try:
             for strategy in strategies_of(values):
@@ -75,6 +79,9 @@ class ServerReads(Owner):
                 stored.torch_dtype,
             ):
                 self._wanted.append((tensor, name))
+                kept = group.kept(value)
+                if kept is not None:
+                    self._replaced.append(kept)
                 return True
         return False
 
@@ -121,19 +128,33 @@ class ServerReads(Owner):
         return found.union(*(one.names() for one in self._states))
 
     def verify(self, chain: Sequence[tuple[Path, Manifest]]) -> None:
-        """Have every server check the rows it needs.
+        """Have every server check the rows it needs, unless nothing was written there: `read` checks them, too.
 
         Raises:
             CheckpointCorrupt: a file is missing or damaged.
         """
-        self._run(chain, verify=True)
+        self._is_all_new = not self._run(chain, verify=True)
 
     def read(self, chain: Sequence[tuple[Path, Manifest]]) -> None:
-        """Have every server read its rows; `points` are set then."""
-        for one in self._states:
-            if one.group.number_of(one.optimizer) is None:
-                one.group.optimizers.create(one.optimizer)
-        self._run(chain, verify=False)
+        """Have every server read its rows; `points` are set then.
+
+        Raises:
+            CheckpointCorrupt: a file is missing or damaged. Local values that were not sent yet will be.
+        """
+        local = [kept for kept in self._replaced if kept.is_changed()]
+        for kept in self._replaced:
+            kept.note_pushed()
+        try:
+            for one in self._states:
+                if one.group.number_of(one.optimizer) is None:
+                    one.group.optimizers.create(one.optimizer)
+            self._run(chain, verify=False)
+        except BaseException as error:
+            for kept in local:
+                kept.forget_pushed()
+            if isinstance(error, CheckpointCorrupt):
+                error.objects_changed = not self._is_all_new
+            raise
 
     def points_of_job(
         self, chain: Sequence[tuple[Path, Manifest]], instance: str
@@ -185,17 +206,31 @@ class ServerReads(Owner):
                 )
         return orders
 
-    def _run(self, chain: Sequence[tuple[Path, Manifest]], *, verify: bool) -> None:
+    def _run(self, chain: Sequence[tuple[Path, Manifest]], *, verify: bool) -> int:
+        """Have every server read or verify its rows; return how many bytes they have read."""
+        moved = 0
         for group in self._groups:
             orders = self._orders(group, chain, verify=verify)
+            failures: list[Exception] = []
             try:
                 group.ask(orders)
                 for server in orders:
-                    follow(group.connections[server], stall_s=read_stall_s())
+                    try:
+                        moved += follow(group.connections[server], stall_s=read_stall_s()).moved
+                    except (
+                        CheckpointError,
+                        *LOSSES,
+                    ) as error:  # the others end, too: none reads afterwards
+                        failures.append(error)
+                if failures:
+                    with suppress(CheckpointError):  # of a server that is lost
+                        group.ask(dict.fromkeys(orders, messages.AskTransfer(undo=True)))
+                    raise failures[0]
                 if not verify:
                     self.points.append((group.variables, _point(group, *chain[0], orders)))
             except LOSSES as error:
                 raise lost_in_save(error, "a parameter server did not read its rows") from error
+        return moved
 
     @override
     def close(self) -> None:

@@ -451,9 +451,13 @@ class RestoreLedger(Message, frozen=True):
 
 
 class AskTransfer(Message, frozen=True):
-    """Ask how far WriteCut or ReadParts of this session has come. `hurry`: a caller waits for it."""
+    """Ask how far WriteCut or ReadParts of this session has come.
+
+    `hurry`: a caller waits for it. `undo`: put back what ReadParts has replaced in variables without a value.
+    """
 
     hurry: bool = False
+    undo: bool = False
 
 
 class BlockRef(Record, frozen=True):

@@ -15,9 +15,8 @@ from stratagem.errors import CheckpointCorrupt, CheckpointError
 Urgent: TypeAlias = Callable[[], bool]
 """Returns whether a caller waits for a transfer; the server then writes without rests."""
 
-_FIRST_POLL_S: Final = 0.002
-_LONGEST_POLL_S: Final = 0.05
-"""Between two questions."""
+_POLLS_S: Final = (0.002, 0.05)
+"""Shortest and longest time between two questions, which is otherwise a sixteenth of the time so far."""
 
 SAVE_STALL_S: Final = 3600.0
 """How long a server that writes a checkpoint may write no data: flushing 100 GB to a slow network disk takes that long."""
@@ -91,8 +90,8 @@ def follow(
         CheckpointCorrupt: a file is missing or damaged.
         CheckpointError: it failed.
     """
-    pause_s, moved = _FIRST_POLL_S, 0
-    moved_at = time.monotonic()
+    moved = 0
+    began = moved_at = time.monotonic()
     while True:
         answer = connection.request(messages.AskTransfer(hurry=urgent())).message
         assert isinstance(answer, messages.Transfer)
@@ -114,5 +113,5 @@ def follow(
                 f"{connection.task} has transferred {moved} bytes of the checkpoint, and no more for {stall_s:g} s: "
                 f"its disk does not answer. Repair it and try again{hint}."
             )
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
+        shortest_s, longest_s = _POLLS_S
+        time.sleep(min(longest_s, max(shortest_s, (time.monotonic() - began) / 16)))

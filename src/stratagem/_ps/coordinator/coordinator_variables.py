@@ -342,17 +342,19 @@ class CoordinatorVariables:
         """Create new variables on the servers, send local changes, delete collected variables.
 
         Args:
-            restoring: a checkpoint follows: servers compute initial values of tables only if they are used before.
+            restoring: a checkpoint follows: no value is sent, and servers compute initial values of tables only if
+                they are used before.
         """
         self.free_forgotten()
-        if self._on_servers is None:
-            self._reach_all(restoring=restoring)
-        for kept in self._on_servers or ():
+        ready = self._on_servers
+        if ready is None:
+            ready = self._reach_all(restoring=restoring)
+        for kept in () if restoring else ready:
             if kept.is_changed():
                 kept.send()
 
-    def _reach_all(self, *, restoring: bool) -> None:
-        """Create new variables on the servers; lazy ones wait until they have a shape."""
+    def _reach_all(self, *, restoring: bool) -> list[Kept]:
+        """Create new variables on the servers and return all; lazy ones wait until they have a shape."""
         made = self._made
         # In order of creation: shards that are placed now get the same numbers in every run of a script.
         every = sorted((managed.kept for managed in self._all_managed), key=lambda one: one.number)
@@ -363,10 +365,7 @@ class CoordinatorVariables:
             self._create([_at_first_use(one) for one in wanted] if restoring else wanted)
         if len(ready) == len(every) and made == self._made:  # else another thread made more
             self._on_servers = ready
-        else:
-            for kept in ready:
-                if kept.is_changed():
-                    kept.send()
+        return ready
 
     def _create(self, wanted: Sequence[tuple[ShardLocation, str, Sequence[InitOp]]]) -> None:
         """Create shards on the servers. Servers keep those that they have: these are adopted."""

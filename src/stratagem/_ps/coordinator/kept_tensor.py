@@ -143,7 +143,14 @@ class Kept:
         self._refuse_another_kind()
         pushed = version_of(self.tensor)
         self.remote.put(self.tensor.detach())
-        self._pushed = pushed
+        self.note_pushed(pushed)
+
+    def note_pushed(self, version: int | None = None) -> None:
+        """Note that the servers have the local values, or other ones that replace them.
+
+        `version`: counter of the local tensor when they were sent; by default its present one.
+        """
+        self._pushed = version_of(self.tensor) if version is None else version
         self._before = _nothing, -1
         self._note_memory()
 

@@ -13,10 +13,11 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -37,6 +38,9 @@ _log = logging.getLogger("stratagem.ps")
 
 GIVE_UP_S: Final = 10.0
 """How long a transfer that was given up may take to end: a thread looks after each piece of a megabyte."""
+
+_Written: TypeAlias = tuple[int, int, Sequence[messages.BlockRef]]
+"""Size of a file, its checksum, and its blocks."""
 
 _BLOCK_FILE: Final = re.compile(r"__[0-9]+_0\.distcp")
 
@@ -87,7 +91,7 @@ class BlockFiles(Protocol):
 
     def write(
         self, path: Path, parts: Sequence[RowsToWrite], progress: Callable[[int], None]
-    ) -> tuple[int, int, Sequence[messages.BlockRef]]:
+    ) -> _Written:
         """Write a file and flush it; return its size, its checksum, and its blocks."""
 
     def read(
@@ -130,6 +134,7 @@ class SessionCheckpoints(Owner):
         # At random, so that a number of an earlier process is not taken for one of this one.
         self._number = secrets.randbits(48)
         self._transfer: _Transfer | None = None
+        self._undo: list[Callable[[], None]] = []  # see `undo_read`
 
     @property
     def is_active(self) -> bool:
@@ -213,7 +218,7 @@ class SessionCheckpoints(Owner):
             parts += [whole] if used is None else [_range_of(whole, *each) for each in used]
         cut.begin_reading({(one.variable, one.optimizer, one.key) for one in message.parts})
 
-        def write(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
+        def write(progress: Callable[[int], None]) -> _Written:
             try:
                 return files.write(path, parts, progress)
             except OSError as error:
@@ -250,18 +255,24 @@ class SessionCheckpoints(Owner):
                 f"the transfer before has not ended within {GIVE_UP_S:g} s: its disk does not answer. "
                 "Repair the disk or restart this parameter server, and restore again."
             )
-        files = self._access.files
+        files, chain, self._undo = self._access.files, message.chain, []
         assert files is not None
+        found = {part.variable: self._store.find_unread(part.variable) for part in message.parts}
+        unwritten = {number for number, one in found.items() if one.is_unwritten}
         if message.verify:
-            parts = [self._to_read(part, into=False) for part in message.parts]
-        else:
-            self._make_state(message.parts, message.state)
-            parts = [self._to_read(part, into=True) for part in message.parts]
-        chain = message.chain
-        values = () if message.verify else [part.variable for part in message.parts if not part.key]
-        pending = [one for one in map(self._store.find_unread, values) if one.pending]
+            # What nobody has written is verified while it is read: `undo` puts it back.
+            some = [part for part in message.parts if part.variable not in unwritten]
+            wanted = [self._to_read(part, into=False) for part in some]
+            self._transfer = _Transfer(
+                lambda progress: files.read(chain, wanted, progress), "server.in_restore"
+            )
+            return
+        self._make_state(message.parts, message.state, unwritten)
+        parts = [self._to_read(part, into=True) for part in message.parts]
+        pending = [found[part.variable] for part in message.parts if not part.key]
+        pending = [one for one in pending if one.pending]
 
-        def read(progress: Callable[[int], None]) -> tuple[int, int, Sequence[messages.BlockRef]]:
+        def read(progress: Callable[[int], None]) -> None:
             try:
                 files.read(chain, parts, progress)
                 for one in pending:
@@ -269,15 +280,20 @@ class SessionCheckpoints(Owner):
             finally:
                 for one in pending:  # after a failure the first use computes initial values
                     one.is_read_into = False
-            return 0, 0, ()
 
-        touched = [] if message.verify else [part.variable for part in message.parts]
-        for variable in touched:
+        for variable, one in found.items():
             self._store.keyed.clear(variable)
             self._store.touch(variable)
-        for one in pending:
-            one.is_read_into = True
-        self._transfer = _Transfer(read, "server.in_restore", dict.fromkeys(touched))
+            if one in pending:
+                one.is_read_into = True
+                self._undo.append(partial(setattr, one, "pending", one.pending))
+        self._transfer = _Transfer(read, "server.in_restore", tuple(found))
+
+    def undo_read(self) -> None:
+        """Put back what the last read replaced and nobody had written before."""
+        undo, self._undo = self._undo, []
+        for put_back in undo:
+            put_back()
 
     def progress(self, *, hurry: bool = False) -> tuple[messages.Transfer, list[int]]:
         """Return how far the transfer is, and the variables whose rows have just been read.
@@ -323,22 +339,28 @@ class SessionCheckpoints(Owner):
                 )
         return RowsToRead(part.tensor, part.start, part.rows, part.per_shard, memory)
 
-    def _make_state(self, parts: Sequence[PartRef], plain: Sequence[StateRecord]) -> None:
-        """Replace optimizer state by the state that is to be read, its tensors empty."""
+    def _make_state(
+        self, parts: Sequence[PartRef], plain: Sequence[StateRecord], unwritten: Collection[int]
+    ) -> None:
+        """Replace optimizer state by the state that is to be read, its tensors undefined."""
         entries: dict[int, list[StateEntry]] = {}
         for item in plain:
             value: Any = item.value
             if item.dtype:
                 dtype = codec.dtype_from(item.dtype)
-                value = torch.empty(item.shape, dtype=dtype, device="meta")  # stands for zeros
+                value = torch.empty(item.shape, dtype=dtype, device="meta")
             entry = StateEntry(variable=item.variable, key=item.key, value=value)
             entries.setdefault(item.optimizer, []).append(entry)
-        for optimizer, some in entries.items():
-            self._store.load_optimizer_state(optimizer, some)
-        for part in parts:
-            self._store.tensor_of(
-                part.variable, part.optimizer, part.key
-            )  # raises if one is missing
+        try:
+            for optimizer, some in entries.items():
+                replaced = {one.variable for one in some}.intersection(unwritten)
+                self._undo.append(self._store.take_states(optimizer, replaced))
+                self._store.load_optimizer_state(optimizer, some)
+            for part in parts:  # raises if one is missing
+                self._store.tensor_of(part.variable, part.optimizer, part.key)
+        except BaseException:
+            self.undo_read()
+            raise
 
 
 def _range_of(whole: RowsToWrite, first: int, last: int) -> RowsToWrite:
@@ -363,14 +385,14 @@ class _Transfer:
 
     def __init__(
         self,
-        work: Callable[[Callable[[int], None]], tuple[int, int, Sequence[messages.BlockRef]]],
+        work: Callable[[Callable[[int], None]], _Written | None],
         point: str,
-        touched: dict[int, None] | None = None,
+        touched: Sequence[int] = (),
         pace: SavePace | None = None,
     ) -> None:
         self.moved = 0
         self.pace = pace
-        self.touched = touched or {}
+        self.touched = touched
         self._work = work
         self._point = point
         self._given_up = False
@@ -409,7 +431,7 @@ class _Transfer:
 
     def _run(self) -> None:
         try:
-            size, crc32, blocks = self._work(self._progress)
+            size, crc32, blocks = self._work(self._progress) or (0, 0, ())
         except Exception as error:  # noqa: BLE001 - sent to the coordinator
             damaged = error.path if isinstance(error, CheckpointCorrupt) else ""
             text = str(error) or type(error).__name__

@@ -26,12 +26,12 @@ class TableStore(Protocol):
 
     @property
     def is_watched(self) -> bool:
-        """True if `note_write` must be called before rows change."""
+        """True if `before_write` must be called before rows change."""
 
     def read(self, variable: int) -> Tensor:
         """Return the memory of a variable."""
 
-    def note_write(self, variable: int, rows: Tensor) -> None:
+    def before_write(self, variable: int, ids: Tensor | None = None) -> None:
         """Prepare for a write of rows, ascending and unique."""
 
     def reset_state(self, variable: int, rows: Tensor) -> None:
@@ -77,7 +77,7 @@ class KeyedTables:
 
         def note(rows: Ints) -> None:
             if store.is_watched:
-                store.note_write(keys, torch.from_numpy(np.unique(rows)))
+                store.before_write(keys, torch.from_numpy(np.unique(rows)))
 
         return note
 
@@ -143,7 +143,7 @@ class KeyedTables:
             given = found.rows[found.new]
             order = np.argsort(given)
             rows, new = torch.from_numpy(given[order]), wanted[found.new[order]]
-            self._store.note_write(variable, rows)
+            self._store.before_write(variable, rows)
             first = torch.from_numpy(table.rule.first_values(new)).to(values.dtype)
             put_rows(values, rows, first.reshape(len(rows), *values.shape[1:]))
             if found.again.size:

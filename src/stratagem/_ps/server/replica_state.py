@@ -11,6 +11,7 @@ import torch
 from stratagem._core.key_index import IndexRecord
 from stratagem._ps.server.checkpoint_parts import ledger_from, plain_ledger
 from stratagem._ps.server.session import Session
+from stratagem._ps.server.store_state import exported
 from stratagem._ps.store_records import Block, StoreManifest
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
@@ -41,7 +42,7 @@ def state_messages(session: Session) -> Iterator[Sent]:
         ),
         (),
     )
-    for block in store.export(BLOCK_BYTES):
+    for block in exported(store, BLOCK_BYTES):
         outgoing = Outgoing()
         rows = outgoing.add(block.tensor)
         message: Message = messages.ReplicaRows(
@@ -69,8 +70,7 @@ def begin_state(session: Session, message: messages.ReplicaState) -> None:
         message.variables, message.optimizers, message.state, ledger_from(message.ledger)
     )
     session.deleted.merge(message.deleted)
-    session.restore(manifest, ())
-    session.is_complete = False
+    session.restore(manifest)
 
 
 def write_state_rows(session: Session, message: messages.ReplicaRows, frame: Frame) -> None:

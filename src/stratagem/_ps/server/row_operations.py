@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from stratagem._ps.rows import in_range
-from stratagem._ps.types import row_pieces
 
 LARGEST_EXPANSION_BYTES: Final = 1 << 30
 """Of one value that a scatter applies to many rows."""
-
-
-def row_blocks(
-    tensor: Tensor, block_bytes: int | None, ranges: Sequence[tuple[int, int]] | None = None
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (start, stop, rows) of a tensor; one without axes is one row. `ranges`: the rows to yield, by default all."""
-    whole = tensor.to_dense() if tensor.is_sparse else tensor
-    rows = whole if whole.dim() else whole.reshape(1)
-    for low, high in [(0, rows.shape[0])] if ranges is None else ranges:
-        for start, count in row_pieces(high - low, rows[low:high].nbytes, block_bytes):
-            yield low + start, low + start + count, rows[low + start : low + start + count]
 
 
 def copy_rows(values: Tensor, target: Tensor, start: int, name: str) -> None:

@@ -6,7 +6,7 @@ Knows the store, shared memory and messages, but no socket, thread or clock. `lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -29,7 +29,7 @@ from stratagem._ps.server.repeated_push import repeated_push
 from stratagem._ps.server.state_messages import read_state, sent_state
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.server.value_replies import ValueReplies
-from stratagem._ps.store_records import Block, StoreManifest
+from stratagem._ps.store_records import StoreManifest
 from stratagem._ps.types import Gradient
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.arenas import Arena, Budget
@@ -154,11 +154,11 @@ class Session:
             self.link.forward(frame, memory)
         return handler(frame.message, frame, memory)
 
-    def restore(self, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
-        """Fill a new session with the state of a store."""
-        self.store.restore(manifest, blocks)
+    def restore(self, manifest: StoreManifest) -> None:
+        """Create the contents of a store in a new session: of a backup, whose rows follow."""
+        self.store.restore(manifest)
         self._epoch = object()
-        self.complete()
+        self.is_complete = False
 
     def complete(self) -> None:
         """Note that the state of a backup is complete."""
@@ -441,6 +441,8 @@ class Session:
         return _OK
 
     def _ask_transfer(self, message: messages.AskTransfer, _: Frame, __: ClientMemory) -> Reply:
+        if message.undo:
+            self._checkpoints.undo_read()
         transfer, touched = self._checkpoints.progress(hurry=message.hurry)
         self._publish({variable: self.store.touch(variable) for variable in touched})
         return transfer, ()

@@ -289,13 +289,6 @@ class ServerOptimizer:
         """True if no variable is left."""
         return not self._parameters
 
-    def adopt_state(self, previous: ServerOptimizer) -> None:
-        """Take over another one's state of the variables that both have."""
-        for number, parameter in previous._parameters.items():
-            state = previous._optimizer.state.get(parameter)
-            if state and number in self._parameters:
-                self._optimizer.state[self._parameters[number]] = state
-
     def state_entries(self) -> Iterator[StateEntry]:
         """Yield all state; tensors are not copied.
 
@@ -314,7 +307,7 @@ class ServerOptimizer:
         return state.get(key)
 
     def load_state(self, entries: Iterable[StateEntry]) -> None:
-        """Replace the state of the variables named; a tensor on ``meta`` stands for zeros.
+        """Replace the state of the variables named; a tensor on ``meta`` stands for one that is written next.
 
         Raises:
             ValueError: a tensor does not fit its parameter; nothing has changed then.
@@ -326,18 +319,36 @@ class ServerOptimizer:
                 name = f"variable {entry.variable!r}"
                 check_state(self._class, entry.key, value, parameter, name)
                 is_meta = value.device.type == "meta"
-                made = None if value.dim() == 0 else parameter
-                value = (
-                    zeros_apart(tuple(value.shape), value.dtype, beside=made)
-                    if is_meta
-                    else value.clone()
-                )
-                first = self._first_value(entry.variable, entry.key)
-                if is_meta and first and entry.variable in self.uncounted:
-                    value.fill_(first)  # rows of a dynamic table that are not in use yet
+                value = self._to_be_written(entry, value) if is_meta else value.clone()
             loaded.setdefault(parameter, {})[entry.key] = value
         self._views.clear()
         self._optimizer.state.update(loaded)
+
+    def take_states(self, variables: Iterable[int]) -> dict[int, dict[str, StateValue] | None]:
+        """Remove the state of these variables and return it; None for those without any."""
+        self._views.clear()
+        state, own = self._optimizer.state, self._parameters
+        return {number: state.pop(own[number], None) for number in variables if number in own}
+
+    def put_states(self, states: Mapping[int, dict[str, StateValue] | None]) -> None:
+        """Put state back that `take_states` returned, also of another optimizer."""
+        self.take_states(states)
+        for number in states.keys() & self._parameters.keys():
+            if (state := states[number]) is not None:
+                self._optimizer.state[self._parameters[number]] = state
+
+    def _to_be_written(self, entry: StateEntry, like: Tensor) -> Tensor:
+        """Return the present state if it has this shape and type, else a new tensor."""
+        variable, key = entry.variable, entry.key
+        known, parameter = self.state_of(variable, key), self._parameters[variable]
+        if isinstance(known, Tensor) and variable not in self.uncounted:
+            is_plain = known.layout is torch.strided and known.is_contiguous()
+            if is_plain and (known.shape, known.dtype) == (like.shape, like.dtype):
+                return known
+        made = zeros_apart(tuple(like.shape), like.dtype, beside=parameter if like.dim() else None)
+        first = self._first_value(variable, key)
+        # Rows of a dynamic table that are not in use yet.
+        return made.fill_(first) if first and variable in self.uncounted else made
 
     def make_state(self, records: Iterable[StateRecord]) -> None:
         """Replace all state: plain values as recorded, tensors of zeros whose rows follow."""

@@ -11,7 +11,7 @@ that raises has changed nothing but, at most, the memory of the variable named i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 
@@ -31,12 +31,11 @@ from stratagem._ps.server.row_operations import (
     check_ids,
     copy_rows,
     expand_values,
-    row_blocks,
     scatter_rows,
 )
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.server.state_memory import bytes_held
-from stratagem._ps.server.store_state import described_state, exported_state
+from stratagem._ps.server.store_state import described_state
 from stratagem._ps.server.stored_variable import Allocate, StoredVariable, plain_allocate
 from stratagem._ps.store_records import Block, StoreManifest, StoreStats, VariableRecord
 from stratagem._ps.types import Gradient, GroupSpec, Hyperparameters, InitOp, StateEntry, WriteId
@@ -139,7 +138,7 @@ class VariableStore:
 
     def delete(self, variable: int) -> None:
         """Free a variable and its optimizer state; an unknown one was freed before."""
-        self._before_write(variable)
+        self.before_write(variable)
         self.keyed.forget(variable)
         self._variables.pop(variable, None)
         for number, optimizer in list(self._optimizers.items()):
@@ -150,7 +149,7 @@ class VariableStore:
     def initialise(self, variable: int, operations: Sequence[InitOp]) -> int:
         """Run in-place initialisations in order, or at the first use (`AT_FIRST_USE`); return the new version."""
         stored = self.find(variable)
-        self._before_write(variable)
+        self.before_write(variable)
         stored.initialise(operations)
         for operation in operations:
             if operation.name == KEYS_OF:
@@ -160,7 +159,7 @@ class VariableStore:
     def write_rows(self, variable: int, start: int, values: Tensor) -> int:
         """Write consecutive rows from `start`; return the new version."""
         stored = self.find(variable)
-        self._before_write(variable)
+        self.before_write(variable)
         copy_rows(values, stored.tensor, start, repr(stored.name))
         return self._count_write(stored)
 
@@ -191,7 +190,7 @@ class VariableStore:
                 f"cannot {operation} a value of shape {tuple(value.shape)!r} to {stored.name!r}: "
                 f"expected shape {tuple(stored.tensor.shape)!r}."
             )
-        self._before_write(variable)
+        self.before_write(variable)
         if operation not in _ASSIGNMENTS:
             raise ValueError(f"unknown assignment {operation!r}: expected 'set', 'add' or 'sub'.")
         _ASSIGNMENTS[operation](stored.tensor, value)
@@ -208,7 +207,7 @@ class VariableStore:
         values = expand_values(values, ids, stored.tensor, stored.name)
         if ids.numel():
             if self.is_watched:
-                self._before_write(variable, torch.unique(ids))
+                self.before_write(variable, torch.unique(ids))
             scatter_rows(stored.tensor, operation, ids, values)
         return self._count_write(stored)
 
@@ -246,7 +245,7 @@ class VariableStore:
         made.uncounted.update(number for number in parameters if number in self.keyed)
         previous = self._optimizers.get(optimizer)
         if previous is not None:
-            made.adopt_state(previous)
+            made.put_states(previous.take_states(parameters))
         self.changed_rows.mark_all(parameters)
         self._optimizers[optimizer] = made
         self._count_state(optimizer)
@@ -270,7 +269,7 @@ class VariableStore:
         if self.is_watched:
             for gradient in gradients:
                 rows_only = stepper.touches_rows_only(gradient)
-                self._before_write(gradient.variable, gradient.ids if rows_only else None)
+                self.before_write(gradient.variable, gradient.ids if rows_only else None)
         with stepper.settings(settings) if settings else nullcontext():
             first = stepper.unstepped(gradients)
             if first:
@@ -282,6 +281,11 @@ class VariableStore:
                 if first:
                     self._count_state(optimizer, stepper.state_bytes(first) - before)
         return [self._count_write(variable) for variable in stored]
+
+    @property
+    def optimizers(self) -> list[int]:
+        """The numbers of the optimizers."""
+        return list(self._optimizers)
 
     def optimizer_state(self, optimizer: int) -> list[StateEntry]:
         """Return what the optimizer keeps for the variables here; tensors are not copied."""
@@ -297,6 +301,19 @@ class VariableStore:
         found.load_state(entries)
         self._count_state(optimizer, found.state_bytes(variables) - before)
 
+    def take_states(self, optimizer: int, variables: Iterable[int]) -> Callable[[], None]:
+        """Remove what an optimizer keeps for these variables; return a function that puts it back."""
+        found = self.optimizer(optimizer)
+        taken = found.take_states(variables)
+        self._count_state(optimizer)
+
+        def put_back() -> None:
+            if self._optimizers.get(optimizer) is found:
+                found.put_states(taken)
+                self._count_state(optimizer)
+
+        return put_back
+
     def tensor_of(self, variable: int, optimizer: int, key: str) -> Tensor:
         """Return the memory of a variable (without a key), or of a tensor of optimizer state for it."""
         if not key:
@@ -309,7 +326,7 @@ class VariableStore:
     def touch(self, variable: int) -> int:
         """Prepare for a write of the whole variable from outside; count and return its version."""
         stored = self.find_unread(variable)
-        self._before_write(variable)
+        self.before_write(variable)
         return self._count_write(stored)
 
     def write_optimizer_rows(self, optimizer: int, entry: StateEntry, start: int) -> None:
@@ -319,7 +336,7 @@ class VariableStore:
             raise ValueError(
                 f"there is no tensor {entry.key!r} of variable {entry.variable!r} to write rows of."
             )
-        self._before_write(entry.variable)
+        self.before_write(entry.variable)
         copy_rows(entry.value, target, start, f"{entry.key!r} of variable {entry.variable!r}")
 
     # Everything in, everything out.
@@ -351,10 +368,6 @@ class VariableStore:
         """True if a cut or a record of changed rows must know of every write."""
         return self._cut is not None or self.changed_rows.is_active
 
-    def note_write(self, variable: int, rows: Tensor) -> None:
-        """Prepare for a write of rows by `keyed`."""
-        self._before_write(variable, rows)
-
     def reset_state(self, variable: int, rows: Tensor) -> None:
         """Set optimizer state of rows of a dynamic table to that before the first step."""
         for optimizer in self._optimizers.values():
@@ -365,7 +378,8 @@ class VariableStore:
         self._budget.take(nbytes)
         self._row_bytes += nbytes
 
-    def _before_write(self, variable: int, ids: Tensor | None = None) -> None:
+    def before_write(self, variable: int, ids: Tensor | None = None) -> None:
+        """Prepare for a write of these rows (by default, of all)."""
         if ids is None:
             self.keyed.note_whole_write(variable)
         if self.changed_rows.is_active and variable in self._variables:
@@ -390,20 +404,8 @@ class VariableStore:
         records = tuple(one.record(number) for number, one in optimizers)
         return StoreManifest(variables, records, state, self._ledger.record())
 
-    def export(self, block_bytes: int | None = None) -> Iterator[Block]:
-        """Yield the rows of all tensors, in blocks of at most `block_bytes` (by default 64 MiB).
-
-        The rows are not copied: a caller that yields to writers in between copies what it needs. Sparse state
-        (SGD's momentum of sparse gradients) is yielded as dense.
-        """
-        for number in list(self._variables):
-            ranges = self.keyed.ranges(number)
-            for start, stop, rows in row_blocks(self.read(number), block_bytes, ranges):
-                yield Block("variable", number, "", start, stop, rows)
-        yield from exported_state(self._optimizers, block_bytes, self.keyed.ranges)
-
-    def restore(self, manifest: StoreManifest, blocks: Iterable[Block]) -> None:
-        """Fill an empty store: create what the manifest names, then write the blocks, in any order."""
+    def restore(self, manifest: StoreManifest) -> None:
+        """Create what the manifest names, in an empty store. `write_block` writes the rows."""
         for variable in manifest.variables:
             dtype = codec.dtype_from(variable.dtype)
             kind = memory_kind(variable.recipe)
@@ -424,8 +426,6 @@ class VariableStore:
             )
             self._count_state(record.number)
         self._ledger.restore(manifest.ledger)
-        for block in blocks:
-            self.write_block(block)
 
     def write_block(self, block: Block) -> None:
         """Write rows of a value or of optimizer state; no version counts it."""

@@ -1,15 +1,19 @@
-"""Optimizer state of a store as records and blocks of rows, for a copy of the whole store."""
+"""Contents of a store as records and blocks of rows, for a copy of the whole store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from stratagem._ps.server.row_operations import row_blocks
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.store_records import Block, StateRecord
+from stratagem._ps.types import row_pieces
 from stratagem._wire import codec
+
+if TYPE_CHECKING:
+    from stratagem._ps.server.store import VariableStore
 
 
 def described_state(optimizers: Mapping[int, ServerOptimizer]) -> tuple[StateRecord, ...]:
@@ -27,15 +31,30 @@ def described_state(optimizers: Mapping[int, ServerOptimizer]) -> tuple[StateRec
     return tuple(state)
 
 
-def exported_state(
-    optimizers: Mapping[int, ServerOptimizer],
-    block_bytes: int | None,
-    ranges: Callable[[int], list[tuple[int, int]] | None],
-) -> Iterator[Block]:
-    """Yield the rows of the optimizers' tensors; `ranges` returns those in use of a dynamic table."""
-    for number, optimizer in optimizers.items():
-        for entry in optimizer.state_entries():
+def exported(store: VariableStore, block_bytes: int | None = None) -> Iterator[Block]:
+    """Yield the rows of all tensors of a store, in blocks of at most `block_bytes` (by default 64 MiB).
+
+    The rows are not copied: a caller that yields to writers in between copies what it needs. Sparse state
+    (SGD's momentum of sparse gradients) is yielded as dense.
+    """
+    for number in store.versions():
+        ranges = store.keyed.ranges(number)
+        for start, stop, rows in _row_blocks(store.read(number), block_bytes, ranges):
+            yield Block("variable", number, "", start, stop, rows)
+    for number in store.optimizers:
+        for entry in store.optimizer_state(number):
             if isinstance(entry.value, Tensor):
-                used = ranges(entry.variable) if entry.value.dim() else None
-                for start, stop, rows in row_blocks(entry.value, block_bytes, used):
+                ranges = store.keyed.ranges(entry.variable) if entry.value.dim() else None
+                for start, stop, rows in _row_blocks(entry.value, block_bytes, ranges):
                     yield Block("optimizer", entry.variable, entry.key, start, stop, rows, number)
+
+
+def _row_blocks(
+    tensor: Tensor, block_bytes: int | None, ranges: Sequence[tuple[int, int]] | None = None
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (start, stop, rows) of a tensor; one without axes is one row. `ranges`: the rows to yield, by default all."""
+    whole = tensor.to_dense() if tensor.is_sparse else tensor
+    rows = whole if whole.dim() else whole.reshape(1)
+    for low, high in [(0, rows.shape[0])] if ranges is None else ranges:
+        for start, count in row_pieces(high - low, rows[low:high].nbytes, block_bytes):
+            yield low + start, low + start + count, rows[low + start : low + start + count]

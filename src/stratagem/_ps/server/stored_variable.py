@@ -32,6 +32,11 @@ class StoredVariable:
     is_read_into: bool = False
     """True while rows of a checkpoint take the place of pending initialisations."""
 
+    @property
+    def is_unwritten(self) -> bool:
+        """True if nobody has written to the variable: it has no value, or none but a computed one."""
+        return not self.version or bool(self.pending)
+
     def initialise(self, operations: Sequence[InitOp]) -> None:
         """Run in-place initialisations in order, or at the first use (`AT_FIRST_USE`)."""
         if AT_FIRST_USE in operations:

@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,28 @@ def test_a_library_that_cannot_be_loaded_counts_as_absent(tmp_path):
     assert row_kernels.load(tmp_path) is None
     (tmp_path / "_row_kernels.so").write_bytes(b"not a library")
     assert row_kernels.load(tmp_path) is None
+
+
+@pytest.mark.parametrize("supports", ["avx512f", "pclmul"])
+def test_checksums_are_those_of_zip_on_every_processor(folder, tmp_path, supports):
+    """The widest instructions of this processor, then narrower ones, then none."""
+    known = f'__builtin_cpu_supports("{supports}")'
+    source = tmp_path / "narrower.c"
+    source.write_text(SOURCE.read_text().replace(known, "0"))
+    assert known in SOURCE.read_text()
+    data = torch.randint(0, 256, (70_000,), dtype=torch.uint8).numpy()
+    for made in (folder, build(tmp_path, source)):
+        kernels = row_kernels.load(made)
+        for size in (256, 257, 319, 320, 511, 512, 513, 575, 4096, 65_537, 70_000):
+            for start in (0, 1, 3):
+                part = data[start:size]
+                found = kernels.crc32(part.ctypes.data, part.size, 0x89ABCDEF)
+                if made is tmp_path and supports == "pclmul":
+                    assert found == -1
+                elif part.size >= 256:
+                    assert found in (-1, zlib.crc32(part, 0x89ABCDEF))
+
+
+def test_few_bytes_are_left_to_zlib(built):
+    data = torch.zeros(255, dtype=torch.uint8)
+    assert built.crc32(data.data_ptr(), 255, 0) == -1

@@ -4,7 +4,7 @@ One process writes one file. The coordinator writes the tensors in its memory; p
 theirs with the same code. A file is a sequence of archives (`torch_archive`), each beginning at a
 multiple of 64 bytes, and of small blobs.
 
-Threads compute checksums and flush to disk in parallel with the writes.
+A thread flushes to disk in parallel with the writes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class BlockFileWriter(Owner):
         self._frame_crc32 = 0
         self._unflushed = 0
         self._flush: Future[None] | None = None
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="stratagem-checkpoint-io")
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="stratagem-checkpoint-io")
         self._closed = False
         self.blocks: list[StoredBlock] = []
 
@@ -243,15 +243,8 @@ class BlockFileWriter(Owner):
         self._end = block.end
 
     def _write_piece(self, piece: memoryview, area: Area, crc32: int) -> int:
-        if checksums.IS_FAST or len(piece) < PIECE_BYTES // 8:
-            area.add(piece)
-            crc32 = checksums.crc32(piece, crc32)
-        else:
-            checksum = self._threads.submit(checksums.crc32, piece, crc32)
-            try:
-                area.add(piece)
-            finally:
-                crc32 = checksum.result()
+        area.add(piece)
+        crc32 = checksums.crc32(piece, crc32)
         if not area.is_direct:
             self._unflushed += len(piece)
         if self._unflushed >= FLUSH_BYTES and (self._flush is None or self._flush.done()):

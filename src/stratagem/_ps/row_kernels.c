@@ -1,4 +1,5 @@
-/* Kernels for rows of tables: gather, sort ids, sum repeated rows, and parts of the steps of SGD and Adagrad.
+/* Kernels for rows of tables: gather, sort ids, sum repeated rows, and parts of the steps of SGD and Adagrad. And the checksum
+   of checkpoints.
 
    Plain C without Python's interface: `row_kernels.py` loads the library and calls it. It is optional; without it
    `rows.py` and `server/row_step.py` use NumPy and torch, with the same results. Callers check ids, types and sizes. Ids may lie in memory that another process can change after
@@ -32,7 +33,7 @@
 #define PASSES 6       /* most passes: for 64 bits */
 
 /* Number of the functions below, as `row_kernels.py` calls them: increase both if a function changes. */
-int64_t sg_version(void) { return 3; }
+int64_t sg_version(void) { return 4; }
 
 static inline void prefetch_read(const char *row, int64_t bytes) {
     for (int64_t line = 0; line < bytes && line < LINES * LINE; line += LINE)
@@ -355,4 +356,68 @@ VERSIONS void sg_put_kept_rows(const int32_t *places, int64_t first, int64_t las
         if (start + size > last) size = last - start;
         copy_row(out + (start - first) * row_bytes, kept, size * row_bytes);
     }
+}
+
+/* CRC-32 of zip. A remainder of 64 bytes stands for all bytes so far: multiplied by a power of x (carry-less), it is added to
+   the bytes that many bits later. The two powers for a distance of n bits are those of n + 32 and n - 32. */
+#if defined(__x86_64__) && (__GNUC__ >= 9 || __clang_major__ >= 9)
+#include <immintrin.h>
+#define NARROW __attribute__((target("pclmul,sse4.1")))
+#define WIDE __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul,sse4.1")))
+#define POWERS_512 _mm_set_epi64x(0x1c6e41596, 0x154442bd4)
+#define POWERS_2048 _mm_set_epi64x(0x1322d1430, 0x11542778a)
+
+NARROW static void fold(unsigned char *rest, const unsigned char *at, int64_t count) {
+    const __m128i powers = POWERS_512;
+    __m128i r[4];
+    memcpy(r, rest, 64);
+    for (; count >= 64; count -= 64, at += 64)
+        for (int i = 0; i < 4; i++) {
+            __m128i low = _mm_clmulepi64_si128(r[i], powers, 0x00), high = _mm_clmulepi64_si128(r[i], powers, 0x11);
+            r[i] = _mm_xor_si128(_mm_xor_si128(low, high), _mm_loadu_si128((const __m128i *)at + i));
+        }
+    memcpy(rest, r, 64);
+}
+
+WIDE static inline __m512i folded(__m512i rest, __m512i powers, __m512i next) {
+    __m512i low = _mm512_clmulepi64_epi128(rest, powers, 0x00), high = _mm512_clmulepi64_epi128(rest, powers, 0x11);
+    return _mm512_ternarylogic_epi64(low, high, next, 0x96); /* all three added */
+}
+
+/* The same with four remainders at once, for at least 192 bytes. */
+WIDE static void fold_wide(unsigned char *rest, const unsigned char *at, int64_t count) {
+    const __m512i powers = _mm512_broadcast_i32x4(POWERS_512), far = _mm512_broadcast_i32x4(POWERS_2048);
+    __m512i r[4] = {_mm512_loadu_si512(rest), _mm512_loadu_si512(at), _mm512_loadu_si512(at + 64), _mm512_loadu_si512(at + 128)};
+    at += 192, count -= 192;
+    for (; count >= 256; count -= 256, at += 256)
+        for (int i = 0; i < 4; i++) r[i] = folded(r[i], far, _mm512_loadu_si512(at + 64 * i));
+    for (int i = 1; i < 4; i++) r[i] = folded(r[i - 1], powers, r[i]);
+    for (; count >= 64; count -= 64, at += 64) r[3] = folded(r[3], powers, _mm512_loadu_si512(at));
+    _mm512_storeu_si512(rest, r[3]);
+}
+#endif
+
+/* Return the CRC-32 of bytes, continued from that of the bytes before; -1 if this takes a processor with other instructions. */
+int64_t sg_crc32(const unsigned char *at, int64_t count, int64_t before) {
+#ifdef WIDE
+    if (count >= 256 && __builtin_cpu_supports("pclmul")) {
+        unsigned char rest[64];
+        uint32_t crc = ~(uint32_t)before;
+        memcpy(rest, at, 64);
+        for (int i = 0; i < 4; i++) rest[i] ^= crc >> 8 * i;
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq"))
+            fold_wide(rest, at + 64, count - 64);
+        else
+            fold(rest, at + 64, count - 64);
+        crc = 0;
+        for (int64_t i = 0, end = 64 + count % 64; i < end; i++) {
+            crc ^= i < 64 ? rest[i] : at[count - end + i];
+            for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xEDB88320 : 0);
+        }
+        return ~crc;
+    }
+#else
+    (void)at, (void)count, (void)before;
+#endif
+    return -1;
 }

@@ -1,4 +1,4 @@
-"""C kernels for rows of tables (`row_kernels.c`), if they were built at installation.
+"""C kernels for rows of tables and for checksums (`row_kernels.c`), if they were built at installation.
 
 `kernels` is None without them: no compiler at installation, or ``STRATAGEM_ROW_KERNELS=0``. Results are the same, bit for
 bit. Callers check ids, types and shapes.
@@ -26,7 +26,7 @@ _LIBRARY: Final = "_row_kernels"
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _TYPES: Final[dict[str, Any]] = {"a": _ADDRESS, "c": _COUNT, "n": ctypes.c_float}
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 """Of the functions in the library."""
 
 _ROWS_AT_ONCE: Final = 2048
@@ -146,6 +146,7 @@ class RowKernels:
         self._add_quotients = function("sg_add_quotients", "acaaaccnn")
         self._keep_rows = function("sg_keep_rows", "accccaaccacaaaca", _COUNT)
         self._put_kept_rows = function("sg_put_kept_rows", "acccacccca")
+        self._crc32 = function("sg_crc32", "acc", _COUNT)
 
     def in_range(self, ids: Tensor, rows: int) -> bool:
         """Return whether all ids are from 0 to below `rows`."""
@@ -266,6 +267,10 @@ class RowKernels:
             *(copies.places, first, last, copies.unit_bits, copies.blocks, copies.block_bits),
             *(copies.count, table, row_bytes, out.data_ptr()),
         )
+
+    def crc32(self, address: int, size: int, before: int) -> int:
+        """Return the CRC-32 of bytes, continued from that of the bytes before; -1 if the processor cannot, or for few bytes."""
+        return int(self._crc32(address, size, before))
 
 
 def load(folder: Path) -> RowKernels | None:

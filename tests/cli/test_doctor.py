@@ -42,7 +42,7 @@ def test_a_key_file_others_can_read_is_a_problem(monkeypatch, tmp_path):
 def test_a_check_that_breaks_is_reported_not_hidden(monkeypatch):
     """An exception inside a check becomes a problem with its text, and exit code 3."""
 
-    def _weather():
+    def _weather() -> doctor.Finding:
         raise OSError("no sky")
 
     monkeypatch.setattr(doctor, "_CHECKS", (_weather,))

@@ -9,16 +9,21 @@ import pytest
 import torch
 from waiting import wait_until
 
+from stratagem._commands.command_parser import make_parser
 from stratagem._demo import run
 from stratagem._demo.clicks import ClickWorld
-from stratagem._demo.run import DemoOptions, draw_curves, run_demo, save_model
+from stratagem._demo.run import draw_curves, run_demo, save_model
+
+
+def demo_options(output, seconds):
+    words = ["demo", "--seconds", str(seconds), "--output", str(output), "--plain"]
+    return make_parser().parse_args(words)
 
 
 @pytest.mark.slow
 def test_the_demonstration_trains_loses_a_worker_and_a_server_and_leaves_files(tmp_path, capsys):
     """Everything README promises of `make demo`, in a few seconds and plain lines."""
-    options = DemoOptions(seconds=8, output=str(tmp_path), plain=True, vocabulary=(2000, 500, 100))
-    assert run_demo(options) == 0
+    assert run_demo(demo_options(tmp_path, 8), vocabulary=(2000, 500, 100)) == 0
     out = capsys.readouterr().out
     for wanted in (
         "worker 0 killed",
@@ -46,7 +51,7 @@ def test_a_folder_that_cannot_be_made_is_reported_before_the_training(tmp_path):
     """The error comes before any process starts."""
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        run_demo(DemoOptions(output=str(tmp_path / "file" / "folder")))
+        run_demo(demo_options(tmp_path / "file" / "folder", 60))
 
 
 @pytest.mark.slow
@@ -61,8 +66,7 @@ def test_ctrl_c_after_the_training_still_writes_the_files(tmp_path, capsys, monk
         return save_model(*arguments)
 
     monkeypatch.setattr(run, "save_model", save)
-    options = DemoOptions(seconds=1, output=str(tmp_path), plain=True, vocabulary=(200, 50))
-    assert run_demo(options) == 130
+    assert run_demo(demo_options(tmp_path, 1), vocabulary=(200, 50)) == 130
     assert len(calls) == 2
     assert "stopped by Ctrl-C; writing the files" in capsys.readouterr().out
     assert torch.load(tmp_path / "model.pt", weights_only=True)

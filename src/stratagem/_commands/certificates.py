@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the certificates and print how to use them."""
+    lines = make_certificates(Path(options.directory), options.name or ["task"], days=options.days)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
 
 
 def make_certificates(directory: Path, names: Sequence[str], *, days: int) -> list[str]:

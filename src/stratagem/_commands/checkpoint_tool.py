@@ -1,11 +1,13 @@
 """``stratagem checkpoint``: list, show, verify, convert and compare checkpoints.
 
-Every function returns the lines to print, and whether all is well.
+Every action returns the lines to print, and whether all is well.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +23,7 @@ from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint
 from stratagem._checkpoint.encoding import decode
 from stratagem._checkpoint.manifest import NAME, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
+from stratagem._monitor.view_tables import size
 from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 Outcome = tuple[list[str], bool]
@@ -28,28 +31,33 @@ Outcome = tuple[list[str], bool]
 _SHOWN_DIFFERENCES: Final = 50
 
 
-def run(action: str, path: str, other: str | None, *, allow_pickle: bool) -> Outcome:
-    """Run one action; `other` is the second path of ``to-torch`` and ``diff``."""
+def run(options: argparse.Namespace) -> int:
+    """Run one action and print what it found; return 1 if not all is well."""
+    takes_two = options.action in ("to-torch", "diff")
+    if takes_two != (options.other is not None):
+        options.parser.error(f"{options.action} takes {'two paths' if takes_two else 'one path'}")
+    path = Path(options.path)
     try:
-        if other is not None:
-            if action == "to-torch":
-                return to_torch(Path(path), Path(other), allow_pickle=allow_pickle)
-            return diff(Path(path), Path(other))
-        return {"ls": list_checkpoints, "show": show, "verify": verify}[action](Path(path))
+        if options.action == "to-torch":
+            lines, well = to_torch(path, Path(options.other), allow_pickle=options.allow_pickle)
+        elif options.action == "diff":
+            lines, well = diff(path, Path(options.other))
+        else:
+            actions = {"ls": list_checkpoints, "show": show, "verify": verify}
+            lines, well = actions[options.action](path)
     except CheckpointCorrupt as error:
         directory = Path(error.path).parent.parent
         raise CheckpointCorrupt(
             f"{error} Use another checkpoint: `stratagem checkpoint verify {directory}` says which ones are good.",
             path=error.path,
         ) from error
+    sys.stdout.write("\n".join(lines) + "\n")
+    return int(not well)
 
 
 def list_checkpoints(path: Path) -> Outcome:
     """List the checkpoints of a directory, oldest save first."""
-    directory = CheckpointDirectory(path)
-    found = [find(path)] if (path / NAME).exists() else directory.scan()
-    if not found and not directory.damaged:
-        raise CheckpointError(f"{path} holds no checkpoint.")
+    found, damaged = _all_in(path)
     results = {one.identity: one.metrics for one in evaluations.read(path)}
     rows = [("NAME", "STEP", "KIND", "SIZE", "SAVED", "METRICS")]
     for saved in found:
@@ -61,14 +69,23 @@ def list_checkpoints(path: Path) -> Outcome:
                 saved.path.name,
                 str(saved.step),
                 f"{kind}, final" if manifest.final else kind,
-                _size(manifest.bytes),
+                size(manifest.bytes),
                 _time(manifest.created),
                 " ".join(f"{name}={value:.6g}" for name, value in metrics.items()),
             )
         )
     lines = _table(rows)
-    lines += [f"damaged: {error}" for error in directory.damaged.values()]
-    return lines, not directory.damaged
+    lines += [f"damaged: {error}" for error in damaged.values()]
+    return lines, not damaged
+
+
+def _all_in(path: Path) -> tuple[list[SavedCheckpoint], dict[str, CheckpointCorrupt]]:
+    """Return the checkpoints of a directory, or the one at the path, and the damaged ones."""
+    directory = CheckpointDirectory(path)
+    found = [find(path)] if (path / NAME).exists() else directory.scan()
+    if not found and not directory.damaged:
+        raise CheckpointError(f"{path} holds no checkpoint.")
+    return found, directory.damaged
 
 
 def show(path: Path) -> Outcome:
@@ -86,7 +103,7 @@ def show(path: Path) -> Outcome:
         *_table(
             [("FILE", "SIZE", "BLOCKS")]
             + [
-                (name, _size(file.bytes), str(sum(b.file == name for b in manifest.blocks)))
+                (name, size(file.bytes), str(sum(b.file == name for b in manifest.blocks)))
                 for name, file in manifest.files.items()
             ]
         ),
@@ -94,7 +111,7 @@ def show(path: Path) -> Outcome:
         *_table(
             [("TENSOR", "TYPE", "SHAPE", "SIZE", "BLOCKS")]
             + [
-                (name, each.dtype, str(list(each.shape)), _size(each.bytes), _blocks(saved, name))
+                (name, each.dtype, str(list(each.shape)), size(each.bytes), _blocks(saved, name))
                 for name, each in manifest.tensors.items()
             ]
         ),
@@ -104,20 +121,17 @@ def show(path: Path) -> Outcome:
 
 def verify(path: Path) -> Outcome:
     """Read every byte of a checkpoint, or of all in a directory, and compare checksums."""
-    directory = CheckpointDirectory(path)
-    found = [find(path)] if (path / NAME).exists() else directory.scan()
-    if not found and not directory.damaged:
-        raise CheckpointError(f"{path} holds no checkpoint.")
-    lines, well = [], not directory.damaged
+    found, damaged = _all_in(path)
+    lines, well = [], not damaged
     for saved in found:
         try:
             with shown_progress(f"verifying {saved.path.name}", saved.bytes) as progress:
                 saved.verify(progress)
-            lines.append(f"{saved.path.name}: good, {_size(saved.bytes)}")
+            lines.append(f"{saved.path.name}: good, {size(saved.bytes)}")
         except CheckpointCorrupt as error:
             lines.append(f"{saved.path.name}: DAMAGED: {error}")
             well = False
-    lines += [f"{name}: DAMAGED: {error}" for name, error in directory.damaged.items()]
+    lines += [f"{name}: DAMAGED: {error}" for name, error in damaged.items()]
     return lines, well
 
 
@@ -138,8 +152,8 @@ def to_torch(path: Path, output: Path, *, allow_pickle: bool) -> Outcome:
             f"{output} cannot be written: {error}. Give a path whose directory exists, may be written and has "
             "enough space."
         ) from error
-    size = _size(output.stat().st_size)
-    return [f"wrote step {saved.step} to {output} ({size}): {', '.join(nest)}"], True
+    written = size(output.stat().st_size)
+    return [f"wrote step {saved.step} to {output} ({written}): {', '.join(nest)}"], True
 
 
 def diff(first: Path, second: Path) -> Outcome:
@@ -244,15 +258,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _time(seconds: float) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,7 @@ if TYPE_CHECKING:
     from stratagem._checkpoint.evaluator import Evaluator
 
 
-def serve(
-    *,
-    job: str | None,
-    index: int | None,
-    cluster: str | None,
-    checkpoint_directories: Sequence[str] = (),
-    threads: int | None = None,
-    evaluator: str | None = None,
-) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the task until it is stopped (Ctrl-C, SIGTERM); an evaluator until its last checkpoint."""
     from stratagem import _faults
     from stratagem._cluster.discovery.cluster_spec import ClusterSpec
@@ -32,24 +24,20 @@ def serve(
     from stratagem._cluster.launch.task_server import Server
 
     resolver = TFConfigClusterResolver()
-    job = job or resolver.task_type
-    index = resolver.task_id if index is None else index
+    job = options.job or resolver.task_type
+    index = resolver.task_id if options.index is None else options.index
     if job == "evaluator":
-        return _evaluate(evaluator, threads)
-    if evaluator is not None:
+        return _evaluate(options)
+    if options.evaluator is not None:
         raise ValueError(f"--evaluator is for --job evaluator, not for {job!r}")
-    spec = ClusterSpec(cluster_from(cluster))
+    spec = ClusterSpec(cluster_from(options.cluster))
     if job not in ("worker", "ps"):
         raise ValueError(
             f"unknown task: job={job!r}. Give --job worker, ps or evaluator, or set TF_CONFIG's task."
         )
     _faults.activate_from_environment(f"/job:{job}/task:{index}")
     with Server(
-        spec,
-        job_name=job,
-        task_index=index,
-        checkpoint_directories=checkpoint_directories,
-        threads=threads,
+        spec, job, index, checkpoint_directories=options.checkpoint_dir, threads=options.threads
     ) as server:
         # The program that started us may wait for this line: the port is open now.
         sys.stdout.write(f"serving /job:{job}/task:{index} at {server.target}\n")
@@ -58,18 +46,18 @@ def serve(
     return 0
 
 
-def _evaluate(named: str | None, threads: int | None) -> int:
+def _evaluate(options: argparse.Namespace) -> int:
     """Run an evaluator; it needs no cluster and no address."""
     import torch
 
     from stratagem import _faults
     from stratagem._cluster.launch.task_process import name_process
 
-    evaluator = evaluator_from(named)
+    evaluator = evaluator_from(options.evaluator)
     _faults.activate_from_environment("/job:evaluator/task:0")
     name_process("sg evaluator 0")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     sys.stdout.write(f"evaluating the checkpoints in {evaluator.directory}\n")
     sys.stdout.flush()
     for result in evaluator.run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 import time
@@ -21,31 +22,32 @@ from stratagem._monitor.terminal_view import TerminalView, picture_of
 _TITLE = "stratagem top"
 
 
-def watch(*, cluster: str | None, once: bool, interval_s: float) -> int:
-    """Show the cluster until Ctrl-C; return 1 if no task answers at first."""
-    if not interval_s > 0:
-        raise ValueError(f"--interval {interval_s!r}: expected a positive number of seconds")
-    with Monitor(source_of(cluster)) as monitor:
+def run(options: argparse.Namespace) -> int:
+    """Show the cluster until Ctrl-C, or once; return 1 if no task answers at first."""
+    if options.web:
+        return _serve_page(options)
+    if not options.interval > 0:
+        raise ValueError(f"--interval {options.interval!r}: expected a positive number of seconds")
+    with Monitor(source_of(options.cluster)) as monitor:
         first = monitor.look()
         gone = _is_gone(first)
-        if once and any(worker.state == "running" for worker in first.workers):
-            time.sleep(interval_s)  # rates need two samples
+        if options.once and any(worker.state == "running" for worker in first.workers):
+            time.sleep(options.interval)  # rates need two samples
             first = monitor.look()
         with TerminalView() as view:
             view.show(picture_of(first, title=_TITLE))
-            if once or gone:
-                return int(gone)
-            while True:
-                time.sleep(interval_s)
+            while not (options.once or gone):
+                time.sleep(options.interval)
                 view.show(picture_of(monitor.look(), title=_TITLE))
+    return int(gone)
 
 
-def serve_page(*, cluster: str | None, address: str) -> int:
+def _serve_page(options: argparse.Namespace) -> int:
     """Serve the live page of the cluster until Ctrl-C; return 1 if no task answers at first."""
     from stratagem._monitor.dashboard import Dashboard, require_bokeh
 
     require_bokeh()
-    with Dashboard(source_of(cluster), address=address, title="Stratagem") as page:
+    with Dashboard(source_of(options.cluster), address=options.address) as page:
         sys.stdout.write(f"live page: {page.url}\n")
         sys.stdout.flush()
         if _is_gone(page.view):

@@ -2,226 +2,163 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem import launch
 
 if TYPE_CHECKING:
+    from stratagem._cluster.discovery.resolvers import ClusterResolver
     from stratagem._cluster.launch.supervised_cluster import SupervisedCluster
     from stratagem._strategies.base import Strategy
 
-STRATEGIES = ("one", "central", "mirrored", "ps")
+
+def run(options: argparse.Namespace) -> int:
+    """Run a script as ``__main__``, in this process or, with ``--restarts``, in processes of its own."""
+    if options.strategy is None:
+        options.strategy = "one" if options.on == "local" else "ps"
+    has_servers = options.strategy == "ps"
+    if options.on != "local" and (not has_servers or options.cluster is not None):
+        raise ValueError(f"--on {options.on} is for --strategy ps, and not with --cluster")
+    if not has_servers and (options.cluster or options.job):
+        raise ValueError(f"--cluster and --job are for --strategy ps, not for {options.strategy}")
+    if not has_servers and (options.workers or options.ps):
+        sys.stderr.write(
+            f"stratagem: --workers and --ps have no effect with --strategy {options.strategy}; "
+            "use --strategy ps for workers and parameter servers\n"
+        )
+    path = Path(options.script)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no script {options.script!r} (current folder: {Path.cwd()}); expected the path of a Python file"
+        )
+    if options.restarts and options.cluster is None:
+        return _run_again(options)
+    _run_here(options)
+    return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterSize:
-    """The cluster of parameter servers that a command asks for.
-
-    Attributes:
-        workers: number of workers, or on Ray the smallest and the largest number.
-        ps: number of parameter servers.
-        on: "local" for this machine, "ray" for the nodes of a Ray cluster.
-        resources_per_worker: that Ray reserves.
-        resources_per_ps: that Ray reserves.
-    """
-
-    workers: int | tuple[int, int]
-    ps: int
-    on: str = "local"
-    resources_per_worker: Mapping[str, float] | None = None
-    resources_per_ps: Mapping[str, float] | None = None
-
-    def start(self) -> SupervisedCluster:
-        """Start the cluster."""
-        if self.on == "ray":
-            from stratagem._cluster.launch.ray_cluster import RayCluster
-
-            return RayCluster(
-                self.workers,
-                self.ps,
-                resources_per_worker=self.resources_per_worker,
-                resources_per_ps=self.resources_per_ps,
-            )
-        from stratagem._cluster.launch.local_cluster import LocalCluster
-
-        if isinstance(self.workers, tuple) or self.resources_per_worker or self.resources_per_ps:
-            raise ValueError("a range of workers, and resources, are for --on ray")
-        return LocalCluster(self.workers, self.ps)
-
-
-def run_script(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    strategy: str,
-    replicas: int,
-    size: ClusterSize,
-    report: str | None = None,
-    tensorboard: str | None = None,
-    cluster: str | None = None,
-    job: str | None = None,
-    owner: int = 0,
-) -> None:
-    """Run `script` as ``__main__``; `sg.auto_strategy()` returns the strategy in it.
-
-    `cluster`: name or address file of a cluster that runs. `job`: name of the training job, for parameter servers.
-    `owner`: process with which this one ends, even if that is killed; 0 for none. A report is written also when the
-    script fails.
-    """
-    if owner:
+def _run_here(options: argparse.Namespace) -> None:
+    """Run the script; `sg.auto_strategy()` returns the strategy in it."""
+    if options.owner:  # this process ends with that one, even if that is killed
         from stratagem._cluster.launch.fork_server import die_with_parent
 
-        die_with_parent(owner)
-    path = _script(script)
+        die_with_parent(options.owner)
     saved = sys.argv, sys.path[:]
-    with (
-        open_strategy(strategy, replicas=replicas, size=size, cluster=cluster, job=job) as made,
-        launch.announced(made),
-        _watched(made, title=path.name, report=report, tensorboard=tensorboard),
-    ):
-        sys.argv = [script, *arguments]
-        sys.path.insert(0, str(path.resolve().parent))
+    with open_strategy(options) as made, launch.announced(made), _watched(made, options):
+        sys.argv = [options.script, *options.arguments]
+        sys.path.insert(0, str(Path(options.script).resolve().parent))
         try:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(options.script, run_name="__main__")
         finally:
             sys.argv, sys.path[:] = saved
 
 
-def run_script_again(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    restarts: int,
-    strategy: str,
-    replicas: int,
-    size: ClusterSize,
-    job: str | None,
-    report: str | None = None,
-    tensorboard: str | None = None,
-) -> int:
-    """Run `script` in a process of its own, again after each crash; own its cluster. Return the exit code."""
+def _run_again(options: argparse.Namespace) -> int:
+    """Run the script in a process of its own, again after each crash; own its cluster. Return the exit code."""
     from stratagem._cluster.launch.cluster_file import ClusterFile
     from stratagem._cluster.launch.restarting_script import run_again
 
-    path = _script(script)
-    command = [sys.executable, "-m", "stratagem", "train", script, "--strategy", strategy]
+    script = options.script
+    command = [sys.executable, "-m", "stratagem", "train", script, "--strategy", options.strategy]
     command += ["--owner", str(os.getpid())]
-    command += ["--report", report] if report else []
-    command += ["--tensorboard", tensorboard] if tensorboard else []
-    if strategy != "ps":
-        command += ["--replicas", str(replicas)] if replicas else []
-        command += ["--", *arguments]
-        return run_again(command, restarts, name=script, while_running=lambda: None)
-    with (
-        tempfile.TemporaryDirectory(prefix="stratagem-") as folder,
-        ClusterFile(Path(folder, "cluster.json")) as file,
-        size.start() as cluster,
-    ):
-        key = cluster.resolver.cluster_key_text() or ""
-
-        def keep_addresses() -> None:
-            file.write(cluster.cluster_spec, key)
-
-        keep_addresses()
-        command += ["--cluster", str(Path(folder, "cluster.json")), "--job", job or path.stem]
-        command += ["--", *arguments]
-        return run_again(command, restarts, name=script, while_running=keep_addresses)
+    for name in ("report", "tensorboard", "replicas"):
+        if value := getattr(options, name):
+            command += [f"--{name}", str(value)]
+    with ExitStack() as opened:
+        keep_addresses: Callable[[], None] = lambda: None
+        if options.strategy == "ps":
+            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="stratagem-"))
+            path = Path(folder, "cluster.json")
+            file = opened.enter_context(ClusterFile(path))
+            cluster = opened.enter_context(_start_cluster(options))
+            key = cluster.resolver.cluster_key_text() or ""
+            keep_addresses = lambda: file.write(cluster.cluster_spec, key)
+            keep_addresses()
+            command += ["--cluster", str(path), "--job", options.job or Path(script).stem]
+        command += ["--", *options.arguments]
+        return run_again(command, options.restarts, name=script, while_running=keep_addresses)
 
 
-def _script(script: str) -> Path:
-    path = Path(script)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no script {script!r} (current folder: {Path.cwd()}); expected the path of a Python file"
+def _start_cluster(options: argparse.Namespace) -> SupervisedCluster:
+    workers, ps = options.workers or 2, options.ps or 2
+    if options.on == "ray":
+        from stratagem._cluster.launch.ray_cluster import RayCluster
+
+        return RayCluster(
+            workers,
+            ps,
+            resources_per_worker=options.resources_per_worker,
+            resources_per_ps=options.resources_per_ps,
         )
-    return path
+    from stratagem._cluster.launch.local_cluster import LocalCluster
+
+    if isinstance(workers, tuple) or options.resources_per_worker or options.resources_per_ps:
+        raise ValueError("a range of workers, and resources, are for --on ray")
+    return LocalCluster(workers, ps)
 
 
 @contextmanager
-def _watched(
-    strategy: Strategy, *, title: str, report: str | None, tensorboard: str | None
-) -> Iterator[None]:
-    """Sample the run if a report or scalars are wanted; write them at the end."""
-    if report is None and tensorboard is None:
+def _watched(strategy: Strategy, options: argparse.Namespace) -> Iterator[None]:
+    """Sample the run if a report or scalars are wanted; write the report at the end, also of a script that fails."""
+    if options.report is None and options.tensorboard is None:
         yield
         return
     from stratagem._monitor.dashboard import require_bokeh
     from stratagem._monitor.monitor import Monitor
     from stratagem._monitor.sample_sources import ProgramSource
 
-    if report is not None:
+    if options.report is not None:
         require_bokeh()
-    with Monitor(ProgramSource(strategy), tensorboard=tensorboard) as monitor:
+    with Monitor(ProgramSource(strategy), tensorboard=options.tensorboard) as monitor:
         monitor.start()
         try:
             yield
         finally:
             view = monitor.look()
-            if report is not None:
+            if options.report is not None:
                 from stratagem._monitor.page import write_report
 
-                write_report(view, report, title=title)
+                write_report(view, options.report, title=Path(options.script).name)
 
 
 @contextmanager
-def open_strategy(
-    name: str,
-    *,
-    replicas: int,
-    size: ClusterSize,
-    cluster: str | None = None,
-    job: str | None = None,
-) -> Iterator[Strategy]:
-    """Create the strategy called `name`, with its cluster if it needs one; close both at the end.
+def open_strategy(options: argparse.Namespace) -> Iterator[Strategy]:
+    """Create the strategy, with its cluster if it needs one; close both at the end."""
+    with ExitStack() as opened:
+        made: Strategy
+        resolver: ClusterResolver
+        if options.strategy == "ps":
+            from stratagem._strategies.parameter_server import ParameterServerStrategy
 
-    Example:
-        >>> with open_strategy(
-        ...     "central", replicas=2, size=ClusterSize(workers=1, ps=1)
-        ... ) as strategy:
-        ...     strategy.num_replicas_in_sync
-        2
-    """
-    from stratagem._strategies.central_storage import CentralStorageStrategy
-    from stratagem._strategies.mirrored import MirroredStrategy
-    from stratagem._strategies.one_device import OneDeviceStrategy
+            if options.cluster is not None:
+                from stratagem._cluster.launch.cluster_file import resolver_of
+                from stratagem._cluster.launch.detached_cluster import path_of
 
-    if name != "ps" and (cluster or job):
-        raise ValueError(f"--cluster and --job are for --strategy ps, not for {name}")
-    devices = _devices(replicas)
-    if name == "one":
-        with OneDeviceStrategy(devices[0]) as one:
-            yield one
-    elif name == "central":
-        with CentralStorageStrategy(devices, parameter_device="cpu:0") as central:
-            yield central
-    elif name == "mirrored":
-        with MirroredStrategy(devices) as mirrored:
-            yield mirrored
-    elif name == "ps":
-        from stratagem._strategies.parameter_server import ParameterServerStrategy
+                resolver = resolver_of(path_of(options.cluster))
+            else:
+                resolver = opened.enter_context(_start_cluster(options)).resolver
+            made = ParameterServerStrategy(resolver, job=options.job)
+        elif options.strategy == "central":
+            from stratagem._strategies.central_storage import CentralStorageStrategy
 
-        if cluster is not None:
-            from stratagem._cluster.launch.cluster_file import resolver_of
-            from stratagem._cluster.launch.detached_cluster import path_of
+            made = CentralStorageStrategy(_devices(options.replicas), parameter_device="cpu:0")
+        elif options.strategy == "mirrored":
+            from stratagem._strategies.mirrored import MirroredStrategy
 
-            with ParameterServerStrategy(resolver_of(path_of(cluster)), job=job) as served:
-                yield served
-            return
-        with (
-            size.start() as own,
-            ParameterServerStrategy(own.resolver, job=job) as served,
-        ):
-            yield served
-    else:
-        raise ValueError(f"unknown strategy {name!r}; expected one of {', '.join(STRATEGIES)}")
+            made = MirroredStrategy(_devices(options.replicas))
+        else:
+            from stratagem._strategies.one_device import OneDeviceStrategy
+
+            made = OneDeviceStrategy(_devices(options.replicas)[0])
+        yield opened.enter_context(made)
 
 
 def _devices(replicas: int) -> list[str]:

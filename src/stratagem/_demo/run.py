@@ -12,15 +12,16 @@ import functools
 import importlib.util
 import inspect
 import json
+import math
 import secrets
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from stratagem import config, metrics
 from stratagem._checkpoint.checkpoint import Checkpoint
 from stratagem._checkpoint.manager import CheckpointManager
 from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
-from stratagem._cluster.coordinator.remote_values import RemoteValue, RemoteValueStatus
+from stratagem._cluster.coordinator.remote_values import RemoteValue
 from stratagem._cluster.launch.local_cluster import LocalCluster
 from stratagem._data.dataset import Dataset
 from stratagem._demo.clicks import Clicks, ClickWorld, WideAndDeep, auc
@@ -61,39 +62,10 @@ SAVE_EVERY_S = 8.0
 INTERRUPTED = 130
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """Options of the command line."""
-
-    seconds: int = 60
-    workers: int = 2
-    ps: int = 2
-    output: str = "demo-output"
-    plain: bool = False
-    vocabulary: tuple[int, ...] = VOCABULARY
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """Events so far; the picture and the curves are drawn from it."""
-
-    started_at: float
-    losses: list[tuple[float, float]] = field(default_factory=list)
-    aucs: list[tuple[float, float]] = field(default_factory=list)
-    marks: list[tuple[float, str]] = field(default_factory=list)
-    interrupted: bool = False
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since training began."""
-        return time.monotonic() - self.started_at
-
-
-def run_demo(options: DemoOptions) -> int:
-    """Run the demonstration; return the exit code."""
+def run_demo(options: Namespace, vocabulary: tuple[int, ...] = VOCABULARY) -> int:
+    """Run the demonstration with these options of the command line; return the exit code."""
     torch.manual_seed(0)
-    plain = options.plain or config.environment("CI") is not None
-    view = TerminalView(plain=plain)
+    view = TerminalView(plain=options.plain or config.environment("CI") is not None)
     Path(options.output).mkdir(parents=True, exist_ok=True)  # fail before the training
     view.say(f"starting {options.workers} workers and {options.ps} parameter servers …")
     with LocalCluster(workers=options.workers, ps=options.ps) as cluster:
@@ -101,20 +73,20 @@ def run_demo(options: DemoOptions) -> int:
         partitioner = MinSizePartitioner(min_shard_bytes=16 << 10, max_shards=options.ps)
         strategy = ParameterServerStrategy(cluster.resolver, partitioner)
         with strategy, ClusterCoordinator(strategy) as coordinator:
-            training = _Training(options, cluster, coordinator, view)
-            progress = training.train()
+            training = _Training(options, vocabulary, cluster, coordinator, view)
+            interrupted = training.train()
             try:
                 training.write_files(Path(options.output))
             except KeyboardInterrupt:
-                if progress.interrupted:
+                if interrupted:
                     raise
-                progress.interrupted = True
+                interrupted = True
                 view.say(
                     "stopped by Ctrl-C; writing the files all the same (Ctrl-C again to skip) …"
                 )
                 training.write_files(Path(options.output))
     view.say("all processes have ended; only the files above are left")
-    return INTERRUPTED if progress.interrupted else 0
+    return INTERRUPTED if interrupted else 0
 
 
 class _Training:
@@ -122,20 +94,20 @@ class _Training:
 
     def __init__(
         self,
-        options: DemoOptions,
+        options: Namespace,
+        vocabulary: tuple[int, ...],
         cluster: LocalCluster,
         coordinator: ClusterCoordinator,
         view: TerminalView,
     ) -> None:
         self._options = options
-        self._cluster = cluster
         self._coordinator = coordinator
         self._view = view
-        self._world = ClickWorld(vocabulary=options.vocabulary, exponent=1.2, seed=0)
+        self._world = ClickWorld(vocabulary=vocabulary, exponent=1.2, seed=0)
         self._held_out = self._world.sample(ROWS_HELD_OUT, seed=999)
         self._sizes = {
             "num_categories": self._world.num_categories,
-            "num_fields": len(options.vocabulary),
+            "num_fields": len(vocabulary),
             "num_dense": self._held_out.dense.shape[1],
             "width": WIDTH,
         }
@@ -149,17 +121,25 @@ class _Training:
         self._step = _make_step(self._model, optimizer)
         self._evaluate = _make_evaluation(self._model, self._held_out)
         self._best = self._held_out.best_auc()
-        self._progress = Progress(started_at=time.monotonic())
-        self._steps: list[RemoteValue] = []
-        self._evaluations: list[RemoteValue] = []
+        self._started_at = time.monotonic()
+        self._scheduled = 0
+        self._next_evaluation_s = 0.0
+        # Times in seconds of training, with losses, AUCs and events.
+        self._losses: list[tuple[float, float]] = []
+        self._aucs: list[tuple[float, float]] = []
+        self._marks: list[tuple[float, str]] = []
         self._kills = [
             (1 / 3, "worker 0", cluster.kill_worker, self._worker_is_back),
             (2 / 3, "parameter server 0", cluster.kill_ps, self._server_is_back),
         ]
         self._awaited: Callable[[], str] | None = None
 
-    def train(self) -> Progress:
-        """Train for about ``options.seconds``, or until Ctrl-C."""
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_at
+
+    def train(self) -> bool:
+        """Train for about ``options.seconds``, or until Ctrl-C; return whether it was Ctrl-C."""
         clicks = functools.partial(_endless_clicks, self._world)
         iterators = iter(self._coordinator.create_per_worker_dataset(clicks))
         self._view.say("each worker draws its own clicks …")
@@ -176,30 +156,31 @@ class _Training:
             manager.save(0, wait=True)
             return self._train(iterators, manager)
 
-    def _train(self, iterators: Any, manager: CheckpointManager) -> Progress:
+    def _train(self, iterators: Any, manager: CheckpointManager) -> bool:
+        interrupted = False
         with self._watch() as monitor, self._view:
-            # Now: making the page takes seconds on a busy machine.
-            progress = self._progress = Progress(started_at=time.monotonic())
+            self._started_at = time.monotonic()  # making the page takes seconds on a busy machine
             try:
-                while progress.elapsed_s < self._options.seconds or self._kills or self._awaited:
-                    while len(self._steps) < STEPS_AHEAD:
+                while self._elapsed_s < self._options.seconds or self._kills or self._awaited:
+                    while self._scheduled < len(self._losses) + STEPS_AHEAD:
+                        self._scheduled += 1
                         value = self._coordinator.schedule(self._step, args=(iterators,))
-                        self._steps.append(value)
-                    self._evaluate_now_and_then()
+                        value.add_done_callback(self._note_loss)
+                    if self._elapsed_s > self._next_evaluation_s:
+                        self._next_evaluation_s = math.inf  # until this one has ended
+                        value = self._coordinator.schedule(self._evaluate)
+                        value.add_done_callback(self._note_auc)
                     self._kill_now_and_then()
-                    manager.step(len(progress.losses))
+                    manager.step(len(self._losses))
                     self._view.show(self._picture(monitor.view))
                     time.sleep(LOOK_EVERY_S)
-                    self._collect()
-                self._coordinator.join(timeout_s=120)
             except KeyboardInterrupt:
-                progress.interrupted = True
-                self._coordinator.join(timeout_s=120)
-            self._collect()
+                interrupted = True
+            self._coordinator.join(timeout_s=120)
             self._view.show(self._picture(monitor.view, finished=True))
-        if progress.interrupted:
+        if interrupted:
             self._view.say("stopped by Ctrl-C; saving the model so far (Ctrl-C again to skip) …")
-        return progress
+        return interrupted
 
     @contextmanager
     def _watch(self) -> Iterator[Monitor]:
@@ -215,20 +196,14 @@ class _Training:
             report = page.save(Path(self._options.output) / "report.html")
         self._view.say(f"wrote {report}: the page of this run, one file")
 
-    def _collect(self) -> None:
-        """Take the results of finished steps and evaluations."""
-        progress = self._progress
-        for value in _finished(self._steps):
-            progress.losses.append((progress.elapsed_s, float(value.fetch())))
-        for value in _finished(self._evaluations):
-            reached = value.fetch()
-            metrics.log("AUC", reached)
-            progress.aucs.append((progress.elapsed_s, reached))
+    def _note_loss(self, value: RemoteValue) -> None:
+        self._losses.append((self._elapsed_s, float(value.fetch())))
 
-    def _evaluate_now_and_then(self) -> None:
-        last = self._progress.aucs[-1][0] if self._progress.aucs else -EVALUATE_EVERY_S
-        if not self._evaluations and self._progress.elapsed_s > last + EVALUATE_EVERY_S:
-            self._evaluations.append(self._coordinator.schedule(self._evaluate))
+    def _note_auc(self, value: RemoteValue) -> None:
+        reached = value.fetch()
+        metrics.log("AUC", reached)
+        self._aucs.append((self._elapsed_s, reached))
+        self._next_evaluation_s = self._elapsed_s + EVALUATE_EVERY_S
 
     def _kill_now_and_then(self) -> None:
         """Kill the next task when its time has come; say when the one before is back."""
@@ -237,7 +212,7 @@ class _Training:
             if back:
                 self._awaited = None
                 self._mark(back)
-        elif self._kills and self._progress.elapsed_s > self._kills[0][0] * self._options.seconds:
+        elif self._kills and self._elapsed_s > self._kills[0][0] * self._options.seconds:
             _, task, kill, self._awaited = self._kills.pop(0)
             kill(0)
             self._mark(f"{task} killed (SIGKILL)")
@@ -259,13 +234,13 @@ class _Training:
 
     def _mark(self, what: str) -> None:
         """Record an event, for the picture and for the curves."""
-        self._progress.marks.append((self._progress.elapsed_s, what))
+        self._marks.append((self._elapsed_s, what))
         if not self._view.is_live:
-            self._view.say(f"{self._progress.elapsed_s:.1f} s: {what}")
+            self._view.say(f"{self._elapsed_s:.1f} s: {what}")
 
     def _picture(self, cluster: ClusterView, *, finished: bool = False) -> Picture:
-        progress, done = self._progress, len(self._progress.losses)
-        elapsed_s = max(progress.elapsed_s, LOOK_EVERY_S)
+        done, elapsed_s = len(self._losses), max(self._elapsed_s, LOOK_EVERY_S)
+        best = f"(best possible {self._best:.4f})"
         return Picture(
             title="Stratagem: click-through model, asynchronous workers and parameter servers",
             subtitle=(
@@ -278,28 +253,25 @@ class _Training:
             elapsed_s=elapsed_s,
             examples_per_s=done * BATCH / elapsed_s,
             curves=[
-                Curve(label="loss", values=[loss for _, loss in progress.losses]),
-                Curve(
-                    label="AUC",
-                    values=[value for _, value in progress.aucs],
-                    note=f"(best possible {self._best:.4f})",
-                ),
+                Curve(label="loss", values=[loss for _, loss in self._losses]),
+                Curve(label="AUC", values=[value for _, value in self._aucs], note=best),
             ],
-            notes=[f"{when:5.1f} s  {what}" for when, what in progress.marks],
+            notes=[f"{when:5.1f} s  {what}" for when, what in self._marks],
             cluster=cluster,
         )
 
     def write_files(self, output: Path) -> None:
         """Evaluate, write the files, and show that plain PyTorch can use them."""
-        progress, held_out, say = self._progress, self._held_out, self._view.say
-        if not progress.losses:
+        losses, held_out, say = self._losses, self._held_out, self._view.say
+        if not losses:
             say("no step was finished, so there is nothing to save")
             return
         with torch.no_grad():
             reached = auc(self._model(held_out.ids, held_out.dense), held_out.label)
-        progress.aucs.append((progress.losses[-1][0], reached))
-        steps = len(progress.losses)
-        say(f"trained {steps:,} steps ({steps * BATCH:,} rows) in {progress.losses[-1][0]:.0f} s")
+        self._aucs.append((losses[-1][0], reached))
+        say(
+            f"trained {len(losses):,} steps ({len(losses) * BATCH:,} rows) in {losses[-1][0]:.0f} s"
+        )
         say(
             f"AUC on {ROWS_HELD_OUT:,} held-out rows: {reached:.4f} (best possible {self._best:.4f})"
         )
@@ -312,26 +284,14 @@ class _Training:
             f"a process without Stratagem loaded it and predicts a click with p = {probability:.3f} "
             f"(the true probability is {float(held_out.probability[0]):.3f})"
         )
-        picture = draw_curves(
-            progress.losses,
-            progress.aucs,
-            best_auc=self._best,
-            marks=progress.marks,
-            path=output / "curves.png",
-        )
+        path = output / "curves.png"
+        picture = draw_curves(losses, self._aucs, best_auc=self._best, marks=self._marks, path=path)
         say(f"wrote {picture}" if picture else "no curves.png: matplotlib is not installed")
 
 
 def _endless_clicks(world: ClickWorld) -> Dataset:
     """Return batches without end; a restarted worker, which begins again, draws other rows than before."""
     return Dataset.from_generator(lambda: world.stream(BATCH, seed=secrets.randbits(48)))
-
-
-def _finished(values: list[RemoteValue]) -> list[RemoteValue]:
-    """Remove the finished values from a list and return them."""
-    done = [value for value in values if value.status is not RemoteValueStatus.NOT_READY]
-    values[:] = [value for value in values if value not in done]
-    return done
 
 
 def _make_step(model: nn.Module, optimizer: Any) -> Callable[[Any], torch.Tensor]:
@@ -430,10 +390,8 @@ def draw_curves(
     times, values = zip(*losses, strict=True)
     upper.plot(times, values, color="0.8", linewidth=0.5, label="one step")
     width = max(1, len(values) // 100)
-    totals = torch.tensor((0.0, *values), dtype=torch.float64).cumsum(0)
-    if len(values) > width:
-        means = (totals[width:] - totals[:-width]) / width
-        upper.plot(times[width - 1 :], means, color="tab:blue", label=f"mean of {width} steps")
+    means = torch.tensor(values).unfold(0, width, 1).mean(1)
+    upper.plot(times[width - 1 :], means, color="tab:blue", label=f"mean of {width} steps")
     upper.set_ylabel("loss (binary cross-entropy)")
     if aucs:
         times, values = zip(*aucs, strict=True)

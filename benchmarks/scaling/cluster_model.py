@@ -17,7 +17,7 @@ from typing import Final
 from benchmarks.scaling.costs import Step, UnitCosts
 from benchmarks.scaling.simulation import Done, Host, Process, Simulation, send
 
-# As in src/stratagem/_cluster/coordinator/queue_worker.py.
+# As in src/stratagem/_cluster/coordinator/queue_state.py.
 AHEAD_S: Final = 0.02
 MIN_WINDOW: Final = 2
 MAX_WINDOW: Final = 64

@@ -19,7 +19,7 @@ from stratagem._cluster.coordinator.closure_actions import (
     SetAsideWorker,
 )
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
-from stratagem._cluster.coordinator.part_affinity import EndedInputs, PartAffinity
+from stratagem._cluster.coordinator.queue_state import ClosureChoice
 
 
 def queue_of(workers: int, **options: int) -> ClosureQueue:
@@ -468,8 +468,7 @@ def test_a_cancelled_closure_is_resolved_when_its_worker_returns_or_is_lost() ->
 
 def reading_queue(workers: int) -> ClosureQueue:
     """A queue whose closures all read per-worker dataset 7, but those from 100 on."""
-    affinity = PartAffinity(lambda _: None, EndedInputs(lambda n: [7] if n < 100 else []))
-    queue = ClosureQueue(affinity=affinity)
+    queue = ClosureQueue(choice=ClosureChoice(inputs_of=lambda n: [7] if n < 100 else []))
     for worker in range(workers):
         queue.add_worker(worker)
         queue.worker_up(worker, incarnation=1)

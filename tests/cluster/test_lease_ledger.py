@@ -11,7 +11,7 @@ from orders import Events, orders
 
 from stratagem._cluster.coordinator.lease_ledger import LeaseLedger
 from stratagem._cluster.coordinator.lease_order import Lease, LeaseOrder
-from stratagem._cluster.coordinator.part_affinity import LOOK, PartAffinity
+from stratagem._cluster.coordinator.queue_state import LOOK, ClosureChoice
 
 
 def elements_of(leases: list[Lease]) -> Counter[tuple[int, int, int]]:
@@ -285,29 +285,27 @@ def test_leases_that_come_back_go_to_the_next_closures_in_order() -> None:
 def test_closures_do_not_wait_for_more_than_some_others(events: Events) -> None:
     """Every closure is sent, and the first one waits for at most LOOK others, even if its worker takes none."""
     parts = {n: (None, "a", "b", "b", "b")[events.below(5)] for n in range(200)}
-    affinity = PartAffinity(parts.get)
+    choice = ClosureChoice(parts.get)
     queue = deque(range(200))
-    affinity.choose(
-        9, [next(n for n in parts if parts[n] == "a")] if "a" in parts.values() else [0]
-    )
+    choice.choose(9, [next(n for n in parts if parts[n] == "a")] if "a" in parts.values() else [0])
     waited = 0
     while queue:
-        place = affinity.choose(events.below(3), queue)
+        place = choice.choose(events.below(3), queue)
         assert place < LOOK
         waited = waited + 1 if place else 0
         assert waited <= LOOK
         del queue[place]
         if events.below(20) == 0:
-            affinity.forget_worker(events.below(3))
+            choice.forget_worker(events.below(3))
 
 
 def test_workers_read_different_parts() -> None:
     """Two workers that take closures in turn open each part once, although the parts alternate."""
     parts = [n % 8 for n in range(400)]
-    affinity = PartAffinity(parts.__getitem__)
+    choice = ClosureChoice(parts.__getitem__)
     queue, opened = deque(range(400)), Counter()  # type: ignore[var-annotated]
     for n in range(400):
-        place = affinity.choose(n % 2, queue)
+        place = choice.choose(n % 2, queue)
         opened[n % 2, parts[queue[place]]] += 1
         del queue[place]
     assert len(opened) <= 10, "parts are read by several workers"
@@ -315,9 +313,10 @@ def test_workers_read_different_parts() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3, 16])
 def test_a_lost_worker_leaves_its_parts_to_others(workers: int) -> None:
-    affinity = PartAffinity(lambda n: n % 4)
+    choice = ClosureChoice(lambda n: n % 4)
     for worker in range(workers):
-        affinity.choose(worker, [worker])
+        choice.choose(worker, [worker])
     for worker in range(workers):
-        affinity.forget_worker(worker)
-    assert repr(affinity) == "<PartAffinity 0 parts, 0 workers>"
+        choice.forget_worker(worker)
+    choice.choose(99, [0])
+    assert choice.choose(98, [0, 1]) == 1, "part 1 is read by nobody"

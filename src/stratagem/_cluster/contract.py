@@ -1,7 +1,7 @@
 """Protocols between the cluster and a strategy: the methods that coordinator and workers call.
 
 Contract 7 (docs/design/0002). The strategy's side is in `_strategies` and `_ps`, which import nothing from
-here: the interfaces are structural. A *token* names an object of the strategy (a module, parameter, variable,
+here: the interfaces are structural. The named job and the servers of a strategy are those of `_ps`. A *token* names an object of the strategy (a module, parameter, variable,
 optimizer, the strategy itself) on both sides.
 """
 
@@ -9,111 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._wire.handshake import ClusterKey
 from stratagem.config import ClusterOptions
-from stratagem.errors import CoordinatorReplaced, ParameterServerLost
+
+if TYPE_CHECKING:  # workers load this module, too
+    from stratagem._ps.coordinator.named_job import NamedJob
+    from stratagem._ps.coordinator.server_control import ServerControl
 
 Applied: TypeAlias = tuple[Mapping[Hashable, Exception], Sequence[Hashable]]
 """Errors of updates, by the token of the object concerned; and tokens that no longer exist."""
-
-
-class JobOnCoordinator(Protocol):
-    """A named job as the coordinator uses it (docs/design/0009)."""
-
-    first_closure: int
-    """Number of the first closure of this coordinator."""
-
-    @property
-    def instance(self) -> str:
-        """Identity of this start of the job."""
-
-    @property
-    def epoch(self) -> int:
-        """Number of this coordinator."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the random streams of closures."""
-
-    @property
-    def first_incarnation(self) -> int:
-        """A number below those of this epoch's incarnations of workers, above those of earlier epochs."""
-
-    def check_resumed(self) -> None:
-        """Raise if closures may not be scheduled: the position was not put back, or the job was taken over."""
-
-    def on_replaced(self, call: Callable[[CoordinatorReplaced], None]) -> None:
-        """Call a function, in another thread, when a newer coordinator has the job."""
-
-
-class ServersOnCoordinator(Protocol):
-    """The parameter servers of a strategy, as the coordinator uses them."""
-
-    def fence(self, worker_index: int, incarnation: int) -> None:
-        """Make every server refuse writes of this incarnation of a worker and of older ones."""
-
-    def check_servers(self, options: ClusterOptions) -> None:
-        """Check every server once, without waiting; raise ParameterServerLost if one is lost."""
-
-    def reaches(self, task: str) -> bool:
-        """Return whether the server has answered the last check of `check_servers`. Never waits."""
-
-    def server_index(self, task: str) -> int | None:
-        """Return the number of a server that can be restored; None if it cannot."""
-
-    def is_outdated(self, error: ParameterServerLost) -> bool:
-        """Return whether an error is about a process whose variables another one has already."""
-
-    def promote_backup(self, server: int) -> tuple[ServerRecovery | None, bool, str]:
-        """Let the backup of a lost server take over.
-
-        Returns:
-            A report, or None without a backup; whether clients notice the loss by themselves; why there is none.
-        """
-
-    def lack_backups(self) -> bool:
-        """Return whether a server that should have a backup has none. Never waits."""
-
-    def repair_backups(self) -> None:
-        """Let servers go on whose backup was lost, and give them a new one as far as possible."""
-
-    def restore_server(
-        self,
-        server: int,
-        *,
-        lost_at: float,
-        stopped: Callable[[], bool],
-        progress: Callable[[], None],
-        why: str = "",
-    ) -> ServerRecovery:
-        """Wait until a lost server has been started again, and restore it from the last checkpoint.
-
-        `lost_at`: when it was lost, in seconds of `time.monotonic`. `progress` is called now and then while rows are read.
-        `why`: why its backup could not take over.
-
-        Raises:
-            ParameterServerLost: that failed.
-        """
-
-    def recover_with(self, recovery: Callable[[Exception], bool] | None) -> None:
-        """Let requests of this process to a lost server wait for its recovery."""
-
-    def finish_closures(self, closures: Sequence[int]) -> None:
-        """Let servers refuse late writes of these closures, which are finished. Never waits."""
 
 
 class StrategyOnCoordinator(Protocol):
     """The strategy as the coordinator uses it."""
 
     @property
-    def job(self) -> JobOnCoordinator | None:
+    def job(self) -> NamedJob | None:
         """The named job of the strategy, or None."""
 
     @property
-    def servers(self) -> ServersOnCoordinator:
+    def servers(self) -> ServerControl:
         """The strategy's servers."""
 
     @property

@@ -41,9 +41,12 @@ from stratagem._cluster.coordinator.closure_actions import (
     SendClosures,
     SetAsideWorker,
 )
-from stratagem._cluster.coordinator.part_affinity import PartAffinity
-from stratagem._cluster.coordinator.queue_worker import QueueWorker
-from stratagem._cluster.coordinator.reported_failures import LostClosures, ReportedFailures
+from stratagem._cluster.coordinator.queue_state import (
+    ClosureChoice,
+    LostClosures,
+    QueueWorker,
+    ReportedFailures,
+)
 from stratagem._cluster.coordinator.start_rule import StartRule
 
 
@@ -56,7 +59,7 @@ class ClosureQueue:
         poison_limit: losses in a row after which a closure is considered their cause and not tried again.
         server_failures: reports about one parameter server at which its failure is raised (FLT-10).
         deadlines: missed deadlines at which one is raised (FLT-11); -1 means a tenth of the workers.
-        affinity: chooses among the first closures, see `part_affinity.py`.
+        choice: chooses among the first closures by their inputs.
         rule: says when closures may start; by default each worker gets closures ahead.
 
     Example:
@@ -79,7 +82,7 @@ class ClosureQueue:
         poison_limit: int = 3,
         server_failures: int = 3,
         deadlines: int = -1,
-        affinity: PartAffinity | None = None,
+        choice: ClosureChoice | None = None,
         rule: StartRule | None = None,
     ) -> None:
         self.stopped = False  # an error waits to be raised: nothing is sent until `resume`
@@ -91,7 +94,7 @@ class ClosureQueue:
         self._withdrawn: set[int] = set()  # cancelled by the user, but perhaps started already
         self._in_flight = 0
         self._fencing = 0
-        self._affinity = affinity or PartAffinity(lambda _: None)
+        self._choice = choice or ClosureChoice()
         self._rule = rule
         self._starts = 0  # under a rule
 
@@ -185,7 +188,7 @@ class ClosureQueue:
         while self._queued and free > 0:
             if rule is not None and not (choices := rule.choices(number, self._queued)):
                 break
-            if (place := self._affinity.choose(number, choices)) is None:
+            if (place := self._choice.choose(number, choices)) is None:
                 break
             closure = self._queued[place]
             if closure in self._lost:
@@ -249,11 +252,9 @@ class ClosureQueue:
                 worker.aside = True
                 aside.append(SetAsideWorker(number, task))
         if ended:
-            self._affinity.ended.note(number, ended)
+            self._choice.note_ended(number, ended)
             forgiven = any(
-                one.incarnation
-                and not one.draining
-                and self._affinity.ended.can_run(other, closure)
+                one.incarnation and not one.draining and self._choice.can_run(other, closure)
                 for other, one in self._workers.items()
             )
         forgiven = forgiven or blame == "path"
@@ -335,7 +336,7 @@ class ClosureQueue:
         worker = self._workers.get(number)
         if worker is None or not worker.up:
             return []
-        self._affinity.forget_worker(number)
+        self._choice.forget_worker(number)
         self._in_flight -= len(worker.in_flight)
         self._fencing += len(worker.in_flight)
         self._workers[number] = worker.lost()
@@ -446,7 +447,7 @@ class ClosureQueue:
         return [ResolveClosure(one, fate, self._lost.forget(one)) for one in closures]
 
     def _send_next(self, number: int | None = None) -> list[Action]:
-        """Send closures to the worker that reads their part, or has fewest, and to worker `number`."""
+        """Send closures to the worker that has fewest, and to worker `number`."""
         if self._rule is not None:
             waits = any(one.recalling for one in self._workers.values())  # for a worker's answer
             free = [n for n, one in self._workers.items() if one.has_room and not waits]
@@ -454,10 +455,8 @@ class ClosureQueue:
             return self._rule.next(self._queued, [one for one in free if self._has_input(one)])
         if not self._queued or self.stopped:
             return []
-        best, fewest = self._affinity.reader(self._queued[0]), 0
-        if best is not None and not self._workers[best].has_room:
-            best = None
-        for other, worker in self._workers.items() if best is None else ():
+        best, fewest = None, 0
+        for other, worker in self._workers.items():
             count = len(worker.in_flight)
             if (best is None or count < fewest) and worker.has_room and self._has_input(other):
                 best, fewest = other, count
@@ -467,7 +466,7 @@ class ClosureQueue:
         return sends
 
     def _has_input(self, number: int) -> bool:
-        return not self._queued or self._affinity.ended.can_run(number, self._queued[0])
+        return not self._queued or self._choice.can_run(number, self._queued[0])
 
     def _recall(self, numbers: Iterable[int], *, at_least: int) -> list[Action]:
         actions: list[Action] = []
@@ -485,8 +484,8 @@ class ClosureQueue:
         if not worker.draining or busy:
             return []
         del self._workers[number]
-        self._affinity.forget_worker(number)
-        self._affinity.ended.forget_all()
+        self._choice.forget_worker(number)
+        self._choice.forget_ended()
         self._failures.forget(number)
         return [ReleaseWorker(number)]
 

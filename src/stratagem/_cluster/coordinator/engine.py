@@ -30,7 +30,7 @@ from stratagem._cluster.coordinator.closure_table import Cause
 from stratagem._cluster.coordinator.job_hold import JobHold
 from stratagem._cluster.coordinator.not_awaited import locked_not_awaited, log_at_exit
 from stratagem._cluster.coordinator.packer import Encoded
-from stratagem._cluster.coordinator.part_affinity import EndedInputs, PartAffinity
+from stratagem._cluster.coordinator.queue_state import ClosureChoice
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, ResultCondition
 from stratagem._cluster.coordinator.reported_advances import locked_advance
 from stratagem._cluster.coordinator.resource_table import ResourceTable
@@ -87,9 +87,9 @@ class Engine:
             poison_limit=options.poison_limit,
             server_failures=options.transient_ps_failures,
             deadlines=options.transient_timeouts,
-            affinity=PartAffinity(
-                lambda number: self.closures[number].part,
-                EndedInputs(lambda number: self.closures[number].inputs),
+            choice=ClosureChoice(
+                part_of=lambda number: self.closures[number].part,
+                inputs_of=lambda number: self.closures[number].inputs,
             ),
             rule=rule,
         )

@@ -14,7 +14,7 @@ from stratagem.errors import ParameterServerLost
 
 
 class ServerControl:
-    """Control over the servers of a strategy (`ServersOnCoordinator` of `_cluster/contract.py`)."""
+    """Control over the servers of a strategy, for the coordinator (contract 7)."""
 
     def __init__(self, variables: CoordinatorVariables) -> None:
         self._variables = variables

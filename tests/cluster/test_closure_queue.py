@@ -97,7 +97,7 @@ def test_a_worker_without_a_path_to_a_server_is_set_aside() -> None:
         queue.add(closure)
     assert queue.take(0) == [0, 1]
     actions = queue.failed(0, 0, blame="path", task="ps", others_reach=True)
-    assert actions[:2] == [RequeueClosure(0, lost=False), SetAsideWorker(0, "ps")]
+    assert actions[:2] == [RequeueClosure(0, lost=False), SetAsideWorker(0, "it does not reach ps")]
     assert queue.take(0) == []
     assert queue.failed(0, 1, blame="path", task="ps", others_reach=True)[:1] == [
         RequeueClosure(1, lost=False)
@@ -109,6 +109,23 @@ def test_a_worker_without_a_path_to_a_server_is_set_aside() -> None:
     assert not queue.stopped
     queue.worker_up(0, incarnation=2)
     assert queue.take(0)
+
+
+def test_a_worker_that_lacks_an_object_gets_a_new_session() -> None:
+    """Its closure has failed; a resource that cannot be built would end every session."""
+    queue = queue_of(1, poison_limit=1)
+    queue.add_resource(10, 0)
+    queue.add(0)
+    assert queue.take(0) == [10, 0]
+    assert queue.failed(0, 10, lacks=True)[0] == ResolveClosure(10, "failed")
+    actions = queue.failed(0, 0, lacks=True)
+    assert actions[:2] == [
+        ResolveClosure(0, "failed"),
+        SetAsideWorker(0, "it could not unpack an object"),
+    ]
+    assert queue.stopped
+    queue.resume()
+    assert queue.add(1) == [], "it gets nothing until it is back"
 
 
 def test_closures_of_a_worker_that_is_set_aside_did_not_cause_its_loss() -> None:

@@ -77,8 +77,8 @@ def define(token: str, definition: Any, stage: int = 0, *, last: bool = True) ->
     return frame(messages.Define, value=Pack(definition), token=Pack(token), stage=stage, last=last)
 
 
-def update(*tokens: str, whole: bool = False) -> Frame:
-    return frame(messages.Update, updates=Pack(list(tokens)), whole=whole)
+def update(*tokens: str) -> Frame:
+    return frame(messages.Update, updates=Pack(list(tokens)))
 
 
 def run(objects: ReceivedObjects, *args: Any) -> Any:
@@ -108,8 +108,6 @@ def test_objects_are_rebuilt_from_all_their_definitions(objects: Any, views: Vie
     objects.receive(define("a", 1, last=False))
     objects.receive(define("a", 2, stage=1))
     assert run(objects, A, 5) == ([1, 2], 5)
-    objects.receive(define("a", 3))
-    assert run(objects, A)[0] == [1, 2], "what is complete is not defined again"
     assert not objects.lacks
 
 
@@ -120,9 +118,7 @@ def test_a_function_is_unpacked_once_and_can_be_forgotten(objects: Any) -> None:
         objects.function(b"f")
 
 
-def test_closures_that_need_a_failed_definition_fail_until_it_is_sent_again(
-    objects: Any, views: Views
-) -> None:
+def test_only_closures_that_need_a_failed_definition_fail(objects: Any, views: Views) -> None:
     views.broken.append(1)
     objects.receive(define("a", 1, last=False))
     objects.receive(define("a", 2, stage=1))  # the rest of what failed
@@ -134,10 +130,6 @@ def test_closures_that_need_a_failed_definition_fail_until_it_is_sent_again(
         assert objects.lacks
     assert run(objects, B) == ([7],)
     assert not objects.lacks
-    views.broken.clear()
-    objects.receive(define("a", 1, last=False))
-    objects.receive(define("a", 2, stage=1))
-    assert run(objects, A) == ([1, 2],)
 
 
 class Leaving:
@@ -157,45 +149,26 @@ def test_code_that_ends_the_program_when_it_is_imported_does_not_end_the_worker(
             use()
 
 
-def test_objects_built_from_another_fail_after_its_update_failed(
-    objects: Any, views: Views
-) -> None:
+def test_all_closures_fail_after_an_update_failed(objects: Any, views: Views) -> None:
+    """Until the session ends: the next one gets definitions with the change."""
     objects.receive(define("a", 1))
-    objects.receive(define("b", (A,)))
     objects.receive(define("c", 3))
     objects.receive(update("a"))
-    for needs in (A, B):
+    for needs in (A, Named("v", "c")):
         with pytest.raises(OSError, match="a cannot move"):
             run(objects, needs)
         assert objects.lacks
-    assert run(objects, Named("v", "c")) == ([3],)
-    objects.receive(function(lambda: A, b"g"))
-    objects.function(b"g")
-    call = frame(messages.Run, closure=1, function=b"g")
-    with pytest.raises(OSError, match="a cannot move"):
-        objects.arguments(call, call.message)
-    objects.receive(update("gone", whole=True))
-    with pytest.raises(KeyError):
-        views.objects.clear()
-        run(objects, A)
-    assert views.applied == ["a", "gone"]
 
 
-def test_all_closures_fail_after_an_unreadable_update_until_everything_is_sent_again(
-    objects: Any, views: Views
-) -> None:
+def test_all_closures_fail_after_an_unreadable_update(objects: Any, views: Views) -> None:
     views.broken.append("unreadable")
     objects.receive(update("a"))
+    views.broken.clear()
+    objects.receive(update("gone"))
     for _ in range(2):
         with pytest.raises(OSError, match="not even that"):
             run(objects)
         assert objects.lacks
-    views.broken.clear()
-    objects.receive(update("gone"))
-    with pytest.raises(OSError, match="not even that"):
-        run(objects)
-    objects.receive(update("gone", whole=True))
-    assert run(objects) == ()
 
 
 def test_a_resource_is_found_fails_and_is_forgotten(objects: Any) -> None:
@@ -243,7 +216,7 @@ def test_the_same_arguments_are_unpacked_once() -> None:
     assert views.rebuilt == 1
     assert run(objects, named, 4) == (["one"], 4)
     assert views.rebuilt == 2
-    objects.receive(update("elsewhere"))
+    objects.receive(define("elsewhere", 1))
     run(objects, named, 4)
     assert views.rebuilt == 3
 

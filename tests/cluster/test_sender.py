@@ -82,7 +82,7 @@ def short(message: Any, buffers: Any) -> str:
         return f"{unpack_from(message.token, buffers)}.{message.stage}"
     if isinstance(message, messages.Update):
         (update,) = unpack_from(message.updates, buffers)
-        return f"update {update}{' whole' if message.whole else ''}"
+        return f"update {update}"
     return type(message).__name__
 
 
@@ -125,18 +125,7 @@ def test_a_new_incarnation_is_brought_up_to_date_at_once() -> None:
     later = sender.pack(use, None, None)
     sender.catch_up(link)  # type: ignore[arg-type]
     assert [type(one).__name__ for one in link.messages] == ["Update"]
-    assert link.messages[0].whole  # type: ignore[attr-defined]
     assert bring(sender, link, call, later) == ["function", "Run", "Run"]
-
-
-def test_objects_of_a_failed_call_are_sent_again() -> None:
-    sender, link = Sender(Things()), link_of()
-    call = sender.pack(use, (Thing("whole", Thing("part")),), None)
-    other = sender.pack(use, (Thing("other"),), None)
-    bring(sender, link, call, other)
-    sender.send_again(link, call)  # type: ignore[arg-type]
-    assert bring(sender, link, other) == ["function", "Run"]
-    assert bring(sender, link, call) == ["whole.0", "part.0", "part.1", "whole.1", "Run"]
 
 
 def test_forgotten_functions_and_resources_are_dropped_on_the_workers() -> None:

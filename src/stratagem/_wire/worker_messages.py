@@ -51,13 +51,9 @@ class Define(Message, frozen=True):
 
 
 class Update(Message, frozen=True):
-    """Changes on the coordinator (learning rates, flags) that hold for later closures.
-
-    `whole`: all changes since the start; it replaces updates that the worker could not apply.
-    """
+    """Changes on the coordinator (learning rates, flags) that hold for later closures."""
 
     updates: Packed
-    whole: bool = False
 
 
 class LeasedElements(Record, frozen=True, tag="l"):
@@ -135,9 +131,8 @@ class Failed(Message, frozen=True):
     """A closure's exception.
 
     `blame`: ``user`` for the closure's own, ``input`` for a resource that failed to build, ``path`` for a server that this worker
-    does not reach, ``server`` for another
-    unreachable parameter server, ``deadline`` for a late one. `lacks`: a definition or an update is missing on the
-    worker; the coordinator sends it again. `report`: number of its advances, which do not count. `ended`: number of a
+    does not reach, ``server`` for another unreachable parameter server, ``deadline`` for a late one. `lacks`: the worker could not
+    unpack a definition or an update; it needs a new session. `report`: number of its advances, which do not count. `ended`: number of a
     per-worker dataset that was used up when the closure began; the closure has read and written nothing.
     """
 

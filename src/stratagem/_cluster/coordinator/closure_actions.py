@@ -54,13 +54,14 @@ class FenceWorker(NamedTuple):
 
 
 class SetAsideWorker(NamedTuple):
-    """End the worker's session: it does not reach a server that others reach. The link connects again.
+    """End the worker's session; the link connects again. `why`: for the log.
 
-    A session opens only if the worker reaches every server, so the worker is back when its path is.
+    It does not reach a server that others reach: a session opens only if the worker reaches every server. Or it lacks an
+    object, which the next session gets.
     """
 
     worker: int
-    server: str
+    why: str
 
 
 class ReleaseWorker(NamedTuple):

@@ -233,24 +233,25 @@ class ClosureQueue:
         task: str = "",
         others_reach: bool = False,
         forgiven: bool = False,
+        lacks: bool = False,
         ended: int = 0,
     ) -> list[Action]:
         """Handle an exception: retry the closure, or stop the queue. A resource stops nothing.
 
         `blame` is that of `messages.Failed`; `task` is the parameter server to blame. `others_reach`: the
         coordinator reaches that server. `forgiven`: retry it in any case, because that server is being
-        restored. `ended`: the per-worker dataset that is used up on this worker; others may have elements.
+        restored. `lacks`: the worker could not unpack something. `ended`: the per-worker dataset that is used up on this worker; others may have elements.
         """
         worker = self._workers.get(number)
         shared = worker is not None and closure in worker.in_flight
         if worker is None or not self._end(worker, closure):
             return []
-        aside: list[Action] = []
+        why = "it could not unpack an object" if lacks and shared else ""
         if blame == "path" and not forgiven:
             self._failures.no_path(number, task)
-            if others_reach and not worker.aside:
-                worker.aside = True
-                aside.append(SetAsideWorker(number, task))
+            why = f"it does not reach {task}" if others_reach else ""
+        aside = [SetAsideWorker(number, why)] if why and not worker.aside else []
+        worker.aside = worker.aside or bool(aside)
         if ended:
             self._choice.note_ended(number, ended)
             forgiven = any(

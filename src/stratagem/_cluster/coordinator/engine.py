@@ -247,8 +247,6 @@ class Engine:
             elif isinstance(message, messages.LogLine):
                 log_output(link.task, message)
             else:
-                if isinstance(message, messages.Failed) and message.lacks:
-                    self._send_definitions_again(link, message.closure)
                 others.append(message)
         pending: list[Sending] = []
         with self.changed:
@@ -364,7 +362,7 @@ class Engine:
             elif isinstance(action, actions.RecallClosures):
                 link.notify(messages.Recall(closures=action.closures))
             elif isinstance(action, actions.SetAsideWorker):
-                link.give_up(WorkerLost(f"it does not reach {action.server}", task=link.task))
+                link.give_up(WorkerLost(action.why, task=link.task))
             else:
                 self._fence(link, action.incarnation)
         if self.result_condition.callbacks:
@@ -399,13 +397,6 @@ class Engine:
             self.handle(self.queue.stop, Cause(error))
         innocent = self.recoveries.ended_session(link.task_index, incarnation)
         self.handle(lambda: self.queue.worker_fenced(link.number, innocent=innocent))
-
-    def _send_definitions_again(self, link: WorkerLink, number: int) -> None:
-        """Send again what a closure needs, before its error is known and it is scheduled again."""
-        with self.lock:
-            call = self.closures[number].call if number in self.closures else None
-        if call is not None:
-            self.sender.send_again(link, call)
 
     # ------------------------------------------------------------------ holding lock
 
@@ -463,6 +454,7 @@ class Engine:
                     task=task,
                     others_reach=others_reach,
                     forgiven=forgiven,
+                    lacks=message.lacks,
                     ended=message.ended,
                 ),
                 Cause(error, link.task, message.failure.traceback),

@@ -29,7 +29,7 @@ class QueueWorker:
     waiting_resources: deque[int] = field(default_factory=deque)
     fencing: list[int] | None = None  # closures that wait for the fence
     recalling: bool = False
-    aside: bool = False  # its session is being ended, because it does not reach a server
+    aside: bool = False  # its session is being ended, see `SetAsideWorker`
     blameless: bool = False  # its last session was ended so: its closures did not cause the loss
     solo: bool = False  # runs a closure that was lost before, and nothing beside it
     sends_ahead: bool = True  # else the worker gets its next closure when the last one has ended

@@ -127,21 +127,8 @@ class Sender:
             link.sent.version = version
             if packed is not None:
                 batch: list[Encoded] = []
-                self._add_updates(link, packed, batch, whole=True)
+                self._add_updates(link, packed, batch)
                 link.send(batch)
-
-    def send_again(self, link: WorkerLink, call: Call) -> None:
-        """Send everything that a call needs again, with the next call: some of it did not arrive.
-
-        A worker keeps the objects that it has already. Changes are sent now: they belong to no call.
-        """
-        with link.sending:
-            link.sent.functions.discard(call.function.digest)
-            for packed in (call.function, call.arguments):
-                if packed is not None:
-                    for token in packed.tokens:
-                        self._forget_definition(link, token)
-        self.catch_up(link)
 
     def add(self, link: WorkerLink, closure: Closure, batch: list[Encoded]) -> None:
         """Add a closure, and before it what this worker has not received yet. Holds `sending`."""
@@ -195,19 +182,10 @@ class Sender:
                 if resources or known:
                     link.notify(messages.Forget(functions=known, resources=tuple(resources)))
 
-    def _add_updates(
-        self, link: WorkerLink, packed: PackedObject, batch: list[Encoded], *, whole: bool = False
-    ) -> None:
+    def _add_updates(self, link: WorkerLink, packed: PackedObject, batch: list[Encoded]) -> None:
         for token in packed.tokens:
             self._add_definition(link, token, batch)
-        batch.append((messages.Update(updates=packed.packed, whole=whole), packed.buffers))
-
-    def _forget_definition(self, link: WorkerLink, token: Hashable) -> None:
-        if token in link.sent.tokens:
-            link.sent.tokens.discard(token)
-            for _, nested in self._packer.definitions[token]:
-                for inner in nested:
-                    self._forget_definition(link, inner)
+        batch.append((messages.Update(updates=packed.packed), packed.buffers))
 
     def _add_definition(self, link: WorkerLink, token: Hashable, batch: list[Encoded]) -> None:
         if token in link.sent.tokens:

@@ -102,6 +102,7 @@ class CoordinatorSession:
         self._inbox: queue.SimpleQueue[tuple[float, Frame] | None] = queue.SimpleQueue()
         self._waiting: set[int] = set()
         self._ended = False
+        self._lacks = False  # an object that only the next session can have: no more closures run
         self._results = Results(channel, worker.task)
         self._last_run_s: dict[bytes, float] = {}  # by function
         self._views: StrategyOnWorker | None = None
@@ -272,8 +273,8 @@ class CoordinatorSession:
         objects: ReceivedObjects,
         views: StrategyOnWorker,
     ) -> None:
-        if not self._claim(message.closure):
-            return  # it was recalled
+        if self._lacks or not self._claim(message.closure):
+            return  # the coordinator ends the session, or has recalled the closure
         if faults.active is not None:
             faults.active.at("worker.before_closure")
         began = time.perf_counter()
@@ -342,6 +343,7 @@ class CoordinatorSession:
                 message.closure, error, views, lacks=objects.lacks, ended=ended_input
             )
             self._results.hold(failed, (), views)
+            self._lacks = failed.lacks and not message.resource  # it would be built again and again
 
     def _stream_of(self, message: messages.Run) -> int:
         """Return the number of a closure's random stream.

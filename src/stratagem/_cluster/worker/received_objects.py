@@ -1,8 +1,8 @@
 """Functions, per-worker values and objects of the strategy that a worker has received from its coordinator.
 
-Code of the user runs while they are unpacked, and may fail. The error is kept and raised by the closures
-that need the object, and only by those. Such a closure reports that it `lacks` something; the coordinator
-then sends it again with the next closure.
+Code of the user runs while they are unpacked, and may fail. The error of a definition is kept and raised by the
+closures that need the object; that of an update, or of a message that cannot be read, by the next closure. Such a closure
+reports that it `lacks` something. The coordinator then ends the session, and sends everything to the next one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,13 @@ class ReceivedObjects:
 
     def __init__(self, views: StrategyOnWorker, task: str) -> None:
         self.lacks = False
-        """True if the closure being prepared needs something that has to be sent again."""
+        """True if the closure being prepared needs something that could not be unpacked."""
         self._views = views
         self._task = task
         self._functions: dict[bytes, Frame | Callable[..., object]] = {}
         self._resources: dict[int, object] = {}
-        self._complete: set[Hashable] = set()  # tokens whose definitions have all arrived
         self._definition_errors: dict[Hashable, Exception] = {}
-        self._update_errors: dict[Hashable, Exception] = {}
-        self._unreadable: Exception | None = None  # a message that may have concerned any object
-        # Tokens that an object or a function was made of; `_used` collects them during unpacking.
-        self._parts: dict[Hashable, set[Hashable]] = {}
-        self._used: set[Hashable] = set()
+        self._unreadable: Exception | None = None  # a message that may concern any object
         self._last_arguments: _KnownArguments | None = None
 
     def receive(self, frame: Frame) -> None:
@@ -59,7 +54,6 @@ class ReceivedObjects:
         if isinstance(function, Frame):
             assert isinstance(function.message, messages.Define)
             self.lacks = True
-            self._used = self._parts[digest] = set()
             function = self._unpack(function.message.value, function)
             self.lacks = False
             self._functions[digest] = function
@@ -68,14 +62,24 @@ class ReceivedObjects:
     def arguments(
         self, frame: Frame, message: messages.Run
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call; raise if an update of anything it uses has failed."""
-        self._used = {message.function}
-        args: tuple[Any, ...] = ()
-        kwargs: dict[str, Any] = {}
-        if message.arguments is not None:
-            args, kwargs = self._arguments(message.arguments, frame)
-        if self._update_errors:
-            self._refuse_stale()
+        """Unpack the arguments of a call; the last ones again if they are only this worker's objects and immutable values."""
+        packed = message.arguments
+        if packed is None:
+            return (), {}
+        known = self._last_arguments
+        if known is not None and known.payload == packed.payload:
+            return known.args, {}
+        rebuilt: list[object] = []
+
+        def rebuild(token: tuple[str, Hashable]) -> object:
+            rebuilt.append(self._rebuild(token))
+            return rebuilt[-1]
+
+        args, kwargs = self._unpack(packed, frame, rebuild)
+        is_plain = not (kwargs or packed.tensors or packed.raw) and packed.body < 0
+        own = {id(one) for one in rebuilt}
+        if is_plain and all(id(one) in own or type(one) in PLAIN for one in args):
+            self._last_arguments = _KnownArguments(packed.payload, args)
         return args, kwargs
 
     def keep_resource(self, number: int, value: object) -> None:
@@ -135,27 +139,6 @@ class ReceivedObjects:
 
     # ------------------------------------------------------------------ inside
 
-    def _arguments(
-        self, packed: messages.Packed, frame: Frame
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unpack arguments; the last ones again if they are only this worker's objects and immutable values."""
-        known = self._last_arguments
-        if known is not None and known.payload == packed.payload:
-            self._used |= known.tokens
-            return known.args, {}
-        rebuilt: list[object] = []
-
-        def rebuild(token: tuple[str, Hashable]) -> object:
-            rebuilt.append(self._rebuild(token))
-            return rebuilt[-1]
-
-        args, kwargs = self._unpack(packed, frame, rebuild)
-        is_plain = not (kwargs or packed.tensors or packed.raw) and packed.body < 0
-        own = {id(one) for one in rebuilt}
-        if is_plain and all(id(one) in own or type(one) in PLAIN for one in args):
-            self._last_arguments = _KnownArguments(packed.payload, args, frozenset(self._used))
-        return args, kwargs
-
     def _receive(self, frame: Frame) -> None:
         message = frame.message
         if isinstance(message, messages.Define):
@@ -164,42 +147,23 @@ class ReceivedObjects:
             else:
                 self._define(cast("Hashable", unpack(message.token, frame)), frame, message)
         elif isinstance(message, messages.Update):
-            self._update(frame, message)
+            failures, _ = self._views.apply(self._unpack(message.updates, frame))
+            for error in failures.values():
+                raise error
         elif isinstance(message, messages.Forget):
             for digest in message.functions:
                 self._functions.pop(digest, None)
-                self._parts.pop(digest, None)
             for resource in message.resources:
                 self._resources.pop(resource, None)
 
     def _define(self, token: Hashable, frame: Frame, message: messages.Define) -> None:
-        if token in self._complete:
-            return  # it was sent again because of another object
-        if message.stage == 0:
-            self._definition_errors.pop(token, None)
-            self._parts[token] = set()
-        elif token in self._definition_errors:
+        if token in self._definition_errors:
             return  # an earlier stage failed
-        self._used = self._parts[token]
         try:
             definition = self._unpack(message.value, frame)
             self._views.define(token, definition, last=message.last)
-            if message.last:
-                self._complete.add(token)
         except Exception as error:  # noqa: BLE001 - code of the user runs in unpacking
             self._definition_errors[token] = error
-
-    def _update(self, frame: Frame, message: messages.Update) -> None:
-        updates = self._unpack(message.updates, frame)
-        failures, gone = self._views.apply(updates)
-        if message.whole:  # everything that ever changed: earlier failures no longer matter
-            self._unreadable = None
-            self._update_errors.clear()
-        self._update_errors.update(failures)
-        for token in gone:
-            for known in (self._definition_errors, self._update_errors, self._parts):
-                known.pop(token, None)
-            self._complete.discard(token)
 
     def _unpack(self, packed: messages.Packed, frame: Frame, rebuild: Rebuild | None = None) -> Any:
         try:
@@ -226,33 +190,19 @@ class ReceivedObjects:
         failed = self._definition_errors.get(value)
         if failed is not None:
             raise self._lacking(failed)
-        self._used.add(value)
         return self._views.rebuild(value)
 
-    def _refuse_stale(self) -> None:
-        """Raise if an update failed of anything that the function or its arguments are made of."""
-        seen: set[Hashable] = set()
-        todo = list(self._used)
-        while todo:
-            token = todo.pop()
-            if token in self._update_errors:
-                raise self._lacking(self._update_errors[token])
-            if token not in seen:
-                seen.add(token)
-                todo.extend(self._parts.get(token, ()))
-
     def _lacking(self, error: Exception) -> Exception:
-        """Return the error of an object that is to be sent again."""
+        """Return the error of an object that only a new session can have."""
         self.lacks = True
         return error.with_traceback(None)  # or it would grow with every closure
 
 
 class _KnownArguments(NamedTuple):
-    """Arguments that are the same objects in every call with this payload; `tokens` are those that it names."""
+    """Arguments that are the same objects in every call with this payload."""
 
     payload: bytes
     args: tuple[Any, ...]
-    tokens: frozenset[Hashable]
 
 
 class _FailedResource:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from orders import Events, orders
 
-from stratagem._cluster.coordinator.lease_ledger import LeaseLedger
-from stratagem._cluster.coordinator.lease_order import Lease, LeaseOrder
+from stratagem._cluster.coordinator.lease_ledger import Lease, LeaseLedger, LeaseOrder
 from stratagem._cluster.coordinator.queue_state import LOOK, ClosureChoice
 
 

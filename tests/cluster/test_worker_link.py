@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -43,7 +42,7 @@ class Events:
         self.name = "me"
         self.seen: list[tuple[str, Any]] = []
         self.incarnation = 0
-        self.hold = SimpleNamespace(job=None)
+        self.job, self.before_first = None, 0
 
     def new_incarnation(self, link: WorkerLink) -> int:
         self.incarnation += 1

@@ -1,6 +1,6 @@
-"""Table of unfinished closures; stores results and errors in their remote values.
+"""Tables of unfinished closures and of per-worker values; they store results and errors in the remote values.
 
-Executes, for the engine and under its lock, the queue's actions that need no I/O.
+They execute, for the engine and under its lock, the queue's actions that need no I/O.
 """
 
 from __future__ import annotations
@@ -9,22 +9,36 @@ import itertools
 import logging
 import math
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Final, NamedTuple, final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, final
 
 from stratagem import metrics
-from stratagem._cluster.coordinator.closure_actions import RequeueClosure, ResolveClosure
-from stratagem._cluster.coordinator.remote_values import ClosureRecord
-from stratagem._cluster.coordinator.sender import Closure
+from stratagem._cluster.coordinator.closure_actions import (
+    Action,
+    DeliverResults,
+    RequeueClosure,
+    ResolveClosure,
+)
+from stratagem._cluster.coordinator.remote_values import (
+    ClosureRecord,
+    PerWorkerValues,
+    RemoteValue,
+    ResultCondition,
+)
+from stratagem._cluster.coordinator.sender import Call, Closure
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset, lease_all
+from stratagem._ps.coordinator.named_job import NamedJob
 from stratagem._wire import messages
+from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame
 from stratagem.errors import (
     ClosureAborted,
     ClosureCancelled,
     ClosureLostTooOften,
     ParameterServerLost,
+    WorkerLost,
 )
 
 _log = logging.getLogger("stratagem.coordinator")
@@ -45,24 +59,23 @@ class Cause(NamedTuple):
 class ClosureTable:
     """Closures by number, and what became of those that ended.
 
-    Scheduled closures are numbered in order, from `first`. Closures that build per-worker values have numbers below 0: how
-    many there are depends on failures, and the numbers of scheduled closures must be the same in every run.
+    Scheduled closures are numbered in order, from 1 or after those of earlier coordinators of a named job. Closures that
+    build per-worker values have numbers below 0: how many there are depends on failures, and the numbers of scheduled closures
+    must be the same in every run.
 
-    With `may_repeat`, another coordinator may run closures again that failed or were cancelled here, under the same
+    Another coordinator of a named job may run closures again that failed or were cancelled here, under the same
     numbers. So servers learn that these ended only when the program has gone on.
     """
 
-    def __init__(
-        self, heartbeat_limit_s: float, first: int = 1, *, may_repeat: bool = False
-    ) -> None:
+    def __init__(self, heartbeat_limit_s: float, job: NamedJob | None) -> None:
         self.errors: deque[ClosureRecord] = deque(maxlen=1000)  # the oldest are dropped
         self.finished = 0
         self.ended: list[int] = []  # closures whose late writes servers must refuse
         self.argument_bytes = 0  # of the closures that are not done
         self._limit_s = heartbeat_limit_s  # for the text of an error
         self._closures: dict[int, Closure] = {}
-        self._may_repeat = may_repeat
-        self._next = first
+        self._may_repeat = job is not None
+        self._next = 1 if job is None else job.first_closure
         self._resource_numbers = itertools.count(-1, -1)
         # Ended without a result, and the program has not gone on since.
         self._unfinished: set[int] = set()
@@ -241,6 +254,84 @@ class ClosureTable:
         )
 
 
+def reported_advances(
+    frames: Sequence[Frame], done: Sequence[Action]
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Yield number and advances of each report that has some; none of a closure whose result is not delivered.
+
+    Args:
+        frames: messages of one worker, in order.
+        done: actions of the queue about them.
+    """
+    counted: set[int] = set()
+    for action in done:
+        if isinstance(action, DeliverResults):
+            counted.update(action.closures)
+    for frame in frames:
+        message = frame.message
+        if isinstance(message, messages.Finished) and message.advances is not None:
+            counts = message.closure in counted
+            yield message.report, unpack(message.advances, frame) if counts else ()
+        elif isinstance(message, messages.Failed) and message.report:
+            yield message.report, ()
+
+
 def aborted(lost: BaseException | None) -> ClosureAborted:
     """Return the error of a value whose worker is gone."""
     return ClosureAborted(f"the worker holding this value is gone: {lost}", original_exception=lost)
+
+
+@final
+class ResourceTable:
+    """Per-worker values by number, as long as the program refers to them. The engine's lock guards it."""
+
+    def __init__(self, condition: ResultCondition) -> None:
+        self._condition = condition
+        self._resources: dict[int, tuple[weakref.ref[PerWorkerValues], Call]] = {}
+        self._numbers = itertools.count(1)
+        self._collected: deque[int] = deque()  # resources that nothing refers to any more
+
+    def add(self, call: Call, workers: Iterable[int]) -> tuple[int, PerWorkerValues]:
+        """Make a value for these workers, which the call builds."""
+        number, collected = next(self._numbers), self._collected
+        values = PerWorkerValues._make(f"resource {call.function.name}", number)
+        # The callback may run in any thread at any time, so it only notes the number (CCO-32).
+        reference = weakref.ref(values, lambda _: collected.append(number))
+        self._resources[number] = (reference, call)
+        for worker in workers:
+            values._by_worker[worker] = RemoteValue(self._condition, values._name)
+        return number, values
+
+    def call(self, number: int) -> Call:
+        """Return the call that builds a value."""
+        return self._resources[number][1]
+
+    def live(self) -> list[tuple[int, PerWorkerValues]]:
+        """Return the values that are still referenced, by number."""
+        found = [(number, reference()) for number, (reference, _) in self._resources.items()]
+        return [(number, values) for number, values in found if values is not None]
+
+    def take_collected(self) -> list[int]:
+        """Forget the values that are not referenced any more; return their numbers."""
+        released = [self._collected.popleft() for _ in range(len(self._collected))]
+        for number in released:
+            del self._resources[number]
+        return released
+
+    def worker_joined(self, worker: int, reason: WorkerLost) -> None:
+        """Add a worker to every value; it has none until it is up."""
+        for _, values in self.live():
+            values._by_worker[worker] = RemoteValue(self._condition, values._name)
+        self.worker_lost(worker, reason)
+
+    def worker_lost(self, worker: int, reason: WorkerLost) -> None:
+        """Abort the values of a worker."""
+        for _, values in self.live():
+            if worker in values._by_worker:
+                values._by_worker[worker]._abort(aborted(reason))
+
+    def worker_left(self, worker: int, reason: WorkerLost) -> None:
+        """Abort the values of a worker and forget it."""
+        self.worker_lost(worker, reason)
+        for _, values in self.live():
+            values._by_worker.pop(worker, None)

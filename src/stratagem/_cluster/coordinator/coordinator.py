@@ -33,7 +33,7 @@ from stratagem._cluster.coordinator.remote_values import (
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.startup import await_workers, make_engine
-from stratagem._cluster.coordinator.worker_status import WorkerStatus, WorkersView
+from stratagem._cluster.coordinator.worker_link import WorkerStatus, WorkersView
 from stratagem._owner import Owner
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._strategies.async_functions import refuse_async
@@ -142,7 +142,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
                 raise
             self._running = engine
             # A coordinator that is not referenced any more ends its threads (CCO-2).
-            weakref.finalize(self, engine.abandon).atexit = False
+            weakref.finalize(self, engine.abandoned.set).atexit = False
             return engine
 
     # ------------------------------------------------------------------ for the user
@@ -245,7 +245,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         refuse_in_callback("schedule()")
         if engine.rounds is not None:
             engine.rounds.check_schedule(exactly_once=exactly_once)
-        engine.hold.check()
+        engine.check_job()
         began = time.perf_counter()
         call = engine.sender.pack(fn, args, kwargs)
         value = RemoteValue(engine.result_condition, call.function.name)
@@ -488,8 +488,8 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         engine = self._engine
         if self._closed or engine.closed:
             raise _closed_error(what)
-        if engine.hold.replaced is not None:
-            raise engine.hold.replaced
+        if engine.replaced is not None:
+            raise engine.replaced
 
 
 def _closed_error(what: str) -> MisuseError:

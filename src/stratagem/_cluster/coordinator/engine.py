@@ -12,7 +12,6 @@ called while holding it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import threading
@@ -26,14 +25,16 @@ from stratagem._cluster.contract import StrategyOnCoordinator
 from stratagem._cluster.coordinator import closure_actions as actions
 from stratagem._cluster.coordinator.closure_actions import SENDING, Action, Sending
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
-from stratagem._cluster.coordinator.closure_table import Cause
-from stratagem._cluster.coordinator.job_hold import JobHold
+from stratagem._cluster.coordinator.closure_table import (
+    Cause,
+    ClosureTable,
+    ResourceTable,
+    reported_advances,
+)
 from stratagem._cluster.coordinator.not_awaited import locked_not_awaited, log_at_exit
 from stratagem._cluster.coordinator.packer import Encoded
 from stratagem._cluster.coordinator.queue_state import ClosureChoice
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, ResultCondition
-from stratagem._cluster.coordinator.reported_advances import locked_advance
-from stratagem._cluster.coordinator.resource_table import ResourceTable
 from stratagem._cluster.coordinator.round_driver import RoundDriver
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
@@ -47,7 +48,13 @@ from stratagem._wire import messages
 from stratagem._wire.failures import exception_from
 from stratagem._wire.messages import Frame, Message
 from stratagem.config import ClusterOptions
-from stratagem.errors import ClosureCancelled, ParameterServerLost, UnavailableError, WorkerLost
+from stratagem.errors import (
+    ClosureCancelled,
+    CoordinatorReplaced,
+    ParameterServerLost,
+    UnavailableError,
+    WorkerLost,
+)
 
 _log = logging.getLogger("stratagem.coordinator")
 
@@ -93,20 +100,21 @@ class Engine:
             ),
             rule=rule,
         )
-        self.hold = JobHold(self)
-        self.closures = self.hold.closure_table()
+        self.job = views.job
+        # Incarnations of workers have larger numbers: those of an earlier coordinator of the job end here.
+        self.before_first = 0 if self.job is None else self.job.first_incarnation
+        self.replaced: CoordinatorReplaced | None = None  # by a newer coordinator of the job
+        self.closures = ClosureTable(options.heartbeat_limit_s, self.job)
         self.links: dict[int, WorkerLink] = {}
         self.closed = False
-        self.abandoned = False
+        self.abandoned = threading.Event()  # by a finalizer: the watch thread closes the engine
         self._make_link = make_link
         self._started = False
         self._tasks: dict[int, str] = {}  # names of all workers ever, by number
         self._incarnations: dict[int, int] = {}  # the last one of each task index
         self._released_links: list[WorkerLink] = []
-        self._worker_numbers = itertools.count()
         self._resources = ResourceTable(self.result_condition)
         self._path_errors: dict[str, ParameterServerLost] = {}  # the last report about each server
-        self._workers_lost = metrics.counter("coordinator.workers_lost")
         self.membership: WorkerMembership | None = None  # follows the resolver
         self._watch = WatchThreads(self)
         self.recoveries = ServerRecoveries(self)
@@ -117,7 +125,8 @@ class Engine:
         """Start the threads that connect to the workers and watch them."""
         self._started = True
         log_at_exit(self)
-        self.hold.watch()
+        if self.job is not None:
+            self.job.on_replaced(self.note_replaced)
         for link in self.links.values():
             link.start()
         self._watch.start()
@@ -140,15 +149,11 @@ class Engine:
         close_links([*self.links.values(), *self._released_links], self.options.close_timeout_s)
         self._watch.close(self.options.close_timeout_s)
 
-    def abandon(self) -> None:
-        """Ask the watch thread to close the engine. A finalizer calls, in any thread."""
-        self.abandoned = True
-
     # ------------------------------------------------------------------ workers join and leave
 
     def add_worker(self, task_index: int) -> None:
         """Add a worker: connect to it, build the per-worker values on it, send it closures."""
-        number = next(self._worker_numbers)
+        number = len(self._tasks)
         link = self._make_link(self, number, task_index)
         with self.changed:
             if self.closed:
@@ -171,6 +176,13 @@ class Engine:
     def locked_full(self) -> bool:
         """True if `schedule` must wait: too many closures are queued, or their arguments are too large."""
         return self.queue.full or 0 < self.options.queue_bytes <= self.closures.argument_bytes
+
+    def check_job(self) -> None:
+        """Raise if a named job may not schedule: another coordinator has it, or it was not continued."""
+        if self.replaced is not None:
+            raise self.replaced
+        if self.job is not None:
+            self.job.check_resumed()
 
     def want_all(self) -> None:
         """Let all closures run that wait for others to run with."""
@@ -205,23 +217,14 @@ class Engine:
     def new_incarnation(self, link: WorkerLink) -> int:
         """Return a number that no earlier incarnation of this task had."""
         with self.lock:
-            number = self._incarnations.get(link.task_index, self.hold.before_first) + 1
+            number = self._incarnations.get(link.task_index, self.before_first) + 1
             self._incarnations[link.task_index] = number
             return number
-
-    def worker_setup(self) -> object:
-        """Return the object that connects a worker to the strategy.
-
-        Raises:
-            ParameterServerLost: a server is being restored. The link tries again later.
-        """
-        self.recoveries.refuse_if_active()
-        return self.views.worker_setup()
 
     def worker_up(self, link: WorkerLink) -> None:
         """Handle a new session: bring the worker up to date, build its values, send closures."""
         self.sender.catch_up(link)
-        if link.incarnation > self.hold.before_first + 1:
+        if link.incarnation > self.before_first + 1:
             _log.info("%s is back (incarnation %d)", link.task, link.incarnation)
             metrics.event("worker_back", worker=link.task, incarnation=link.incarnation)
         with self.changed:
@@ -257,7 +260,7 @@ class Engine:
                 done = self.queue.finished(link.number, tuple(results), ran_s / len(results))
                 if self.rounds is not None:
                     frames = self.rounds.locked_hold(link, frames, results)
-            pending += locked_advance(self, link, frames, done)
+            pending += self.locked_advance(link, link.incarnation, frames, done)
             pending += self.locked_execute(done, results=results)
             for message in others:
                 pending += self._locked_report(link, message)
@@ -274,7 +277,7 @@ class Engine:
         else:
             _log.warning("%s is lost: %s; its closures run elsewhere", link.task, reason)
         metrics.event("worker_lost", worker=link.task, reason=str(reason))
-        self._workers_lost.add()
+        metrics.counter("coordinator.workers_lost").add()
         lost = WorkerLost(f"{link.task} was lost: {reason}", task=link.task)
 
         def event() -> list[Action]:
@@ -288,7 +291,7 @@ class Engine:
     def worker_unreachable(self, link: WorkerLink, error: Exception) -> None:
         """Note a failed attempt to connect; the link tries again."""
         _log.debug("%s does not answer: %s", link.task, error)
-        self.hold.note(error)
+        self.note_replaced(error)
         with self.changed:
             if isinstance(error, ParameterServerLost) and not self.recoveries.forgives(error.task):
                 # The worker's trouble, until others have it.
@@ -297,6 +300,12 @@ class Engine:
             self.changed.notify_all()  # a thread that waits for workers may go on without this one
 
     # ------------------------------------------------------------------ events of the watch threads
+
+    def note_replaced(self, error: Exception) -> None:
+        """Stop everything, for good, if the error says that a newer coordinator has the named job."""
+        if isinstance(error, CoordinatorReplaced) and self.replaced is None:
+            self.replaced = error
+            self.handle(self.queue.server_lost, Cause(error))
 
     def server_lost(self, error: ParameterServerLost) -> None:
         """Begin to restore the server, or stop everything: the user's next call raises the error."""
@@ -309,10 +318,10 @@ class Engine:
 
         self.handle(event, Cause(error, error.task))
 
-    def servers_out_of_reach(self) -> list[ParameterServerLost]:
+    def servers_out_of_reach(self) -> dict[str, ParameterServerLost]:
         """Return the errors of servers that a majority of the workers does not reach."""
         with self.lock:
-            return [self._path_errors[task] for task in self.queue.servers_out_of_reach()]
+            return {task: self._path_errors[task] for task in self.queue.servers_out_of_reach()}
 
     def no_workers(self, waited_s: float) -> None:
         """Stop: closures have waited too long for any worker."""
@@ -420,7 +429,11 @@ class Engine:
             elif isinstance(action, actions.RequeueClosure):
                 self.closures.note_requeued(action, cause)
             elif isinstance(action, actions.ReleaseWorker):
-                self._locked_release(self.links.pop(action.worker))
+                link = self.links.pop(action.worker)
+                link.leave()
+                self._released_links.append(link)
+                left = WorkerLost(f"{link.task} has left", task=link.task)
+                self._resources.worker_left(link.number, left)
             else:
                 assert cause is not None
                 self.result_condition.error = cause.error
@@ -428,6 +441,18 @@ class Engine:
                 if action.closure is None:
                     _log.error("%s", cause.error)
                     self.closures.keep_error(cause)
+        return pending
+
+    def locked_advance(
+        self, link: WorkerLink, incarnation: int, frames: Sequence[Frame], done: Sequence[Action]
+    ) -> list[Sending]:
+        """Make what closures did to schedulers, scalers and settings, before their results are known."""
+        pending: list[Sending] = []
+        for report, made in reported_advances(frames, done):
+            try:
+                self.views.advance(link.number, incarnation, report, made)
+            except Exception as error:  # noqa: BLE001 - schedulers are users' classes
+                pending += self.locked_execute(self.queue.stop(), Cause(error, link.task))
         return pending
 
     def _locked_report(self, link: WorkerLink, message: Message) -> list[Sending]:
@@ -462,12 +487,6 @@ class Engine:
         if isinstance(message, messages.Beat) and message.facts and link.number in self.links:
             link.metrics = metrics.Snapshot.from_plain(message.facts)
         return []
-
-    def _locked_release(self, link: WorkerLink) -> None:
-        link.leave()
-        self._released_links.append(link)
-        left = WorkerLost(f"{link.task} has left", task=link.task)
-        self._resources.worker_left(link.number, left)
 
     def _locked_build(
         self, link: WorkerLink, resource: int, values: PerWorkerValues

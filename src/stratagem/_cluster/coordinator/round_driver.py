@@ -16,7 +16,6 @@ from stratagem._cluster.coordinator.closure_actions import (
     Sending,
 )
 from stratagem._cluster.coordinator.closure_table import Cause
-from stratagem._cluster.coordinator.reported_advances import locked_advance
 from stratagem._cluster.coordinator.synchronous_rounds import SynchronousRounds
 from stratagem._wire.messages import Frame
 from stratagem.errors import ParameterServerLost
@@ -75,7 +74,7 @@ class RoundDriver:
             pending: list[Sending] = []
             for closure in sorted(held):
                 one = held[closure]
-                pending += locked_advance(engine, one.link, [one.frame], found, one.incarnation)
+                pending += engine.locked_advance(one.link, one.incarnation, [one.frame], found)
             frames = {closure: one.frame for closure, one in held.items()}
             pending += engine.locked_execute(found, results=frames)
             pending += engine.locked_execute(engine.queue.tick())
@@ -94,7 +93,7 @@ class RoundDriver:
             again = self._rule.restart() if not self._engine.queue.stopped else []
             for closure in again:
                 one = self._held.pop(closure)
-                locked_advance(self._engine, one.link, [one.frame], (), one.incarnation)
+                self._engine.locked_advance(one.link, one.incarnation, [one.frame], ())
             return self._engine.queue.run_again(again)
 
         self._engine.handle(event)

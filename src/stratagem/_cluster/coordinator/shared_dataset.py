@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, final
 from torch.utils.data import Dataset as TorchDataset
 from typing_extensions import override
 
-from stratagem._cluster.coordinator.lease_ledger import LeaseLedger
-from stratagem._cluster.coordinator.lease_order import Lease, LeaseOrder
+from stratagem._cluster.coordinator.lease_ledger import Lease, LeaseLedger, LeaseOrder
 from stratagem._cluster.coordinator.remote_values import PerWorkerValues, call_dataset_fn
 from stratagem._data.dataset import as_dataset
 from stratagem._data.iteration import outline

@@ -42,9 +42,14 @@ def make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
     check_addresses((task, spec.task_address("worker", task)) for task in tasks)
     key = cluster_key(resolver.cluster_key_text())
     addresses = WorkerAddresses(resolver.cluster_spec, options.restart_pause_s)
+
+    def setup() -> object:
+        engine.recoveries.refuse_if_active()
+        return views.worker_setup()
+
     settings = LinkSettings(
         options=options,
-        setup=lambda: engine.worker_setup(),  # noqa: PLW0108 - made below
+        setup=setup,
         addresses=addresses,
         key=key,
         seed=torch.initial_seed() if views.job is None else views.job.seed,

@@ -62,7 +62,7 @@ class WatchThreads:
     def _watch_heartbeats(self) -> None:
         sent_at = 0.0
         while not self._stop.wait(TICK_S):
-            if self._engine.abandoned:
+            if self._engine.abandoned.is_set():
                 self._engine.close()
                 return
             now = time.monotonic()
@@ -103,7 +103,7 @@ class WatchThreads:
     def _check_paths(self) -> None:
         """Raise the error of a server that a majority of the workers has not reached for too long."""
         now = time.monotonic()
-        errors = {error.task: error for error in self._engine.servers_out_of_reach()}
+        errors = self._engine.servers_out_of_reach()
         since = {task: self._out_of_reach_since.get(task, now) for task in errors}
         self._out_of_reach_since = since
         for task, error in errors.items():

@@ -11,15 +11,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final, overload
 
 from typing_extensions import override
 
 from stratagem import _faults as faults
 from stratagem._cluster.coordinator.packer import Encoded
-from stratagem._cluster.coordinator.worker_status import WorkerStatus
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 from stratagem._snapshots import Snapshot
 from stratagem._wire import messages
@@ -56,6 +55,65 @@ coordinator that is being closed is gone in a tenth of that."""
 _MAY_PASS: Final = (ConnectionLost, DeadlineExceeded, WorkerBusy, ParameterServerLost)
 """Errors of an attempt to connect that a later attempt may not meet. Any other error is the worker's own
 refusal: another key or protocol, another task, a setup that fails there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """Present state of one worker.
+
+    Example:
+        >>> from stratagem._cluster.coordinator.worker_link import WorkerStatus
+        >>> WorkerStatus(index=0, task="/job:worker/task:0", connected=True, incarnation=2).index
+        0
+    """
+
+    index: int
+    task: str
+    connected: bool
+    """True if it receives closures."""
+    incarnation: int
+    """Number of its sessions with this coordinator: above 1, it was lost and came back."""
+    address: str = ""
+    draining: bool = False
+    """True if it is leaving: it finishes the closure that it runs and gets no more."""
+    last_error: BaseException | None = None
+    """Why its last session ended, or why the last attempt to connect failed."""
+
+
+@final
+class WorkersView(Sequence[WorkerStatus]):
+    """The workers at present, in the order in which they joined: a live view.
+
+    A view that you keep shows workers that join and leave. A loop over it sees the workers of its beginning.
+
+    Example:
+        >>> states = []
+        >>> view = WorkersView(lambda: states)
+        >>> states.append(WorkerStatus(index=0, task="w", connected=True, incarnation=1))
+        >>> len(view), view[0].index
+        (1, 0)
+    """
+
+    def __init__(self, read: Callable[[], list[WorkerStatus]]) -> None:
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    @overload
+    def __getitem__(self, index: int) -> WorkerStatus: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[WorkerStatus]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    @override
+    def __iter__(self) -> Iterator[WorkerStatus]:
+        return iter(self._read())
+
+    @override
+    def __repr__(self) -> str:
+        return f"<WorkersView {self._read()!r}>"
 
 
 @final
@@ -292,7 +350,7 @@ class WorkerLink:
             if self._stop.is_set():
                 raise WireError("closed")
             outgoing = Outgoing()
-            incarnation, job = self._events.new_incarnation(self), self._events.hold.job
+            incarnation, job = self._events.new_incarnation(self), self._events.job
             opening = messages.OpenWorker(
                 coordinator=self._events.name,
                 worker=self.task_index,
@@ -348,7 +406,7 @@ class WorkerLink:
             index=self.task_index,
             task=self.task,
             connected=up,
-            incarnation=self._events.hold.sessions(self.incarnation),
+            incarnation=max(0, self.incarnation - self._events.before_first),
             address=self.address,
             draining=draining,
             last_error=self.last_error,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem import metrics
+from stratagem._wire import messages
 
 positive = st.floats(min_value=1e-11, max_value=1e17, allow_nan=False)
 
@@ -71,7 +71,7 @@ def test_merging_equals_recording_in_one_place(parts: list[list[float]]) -> None
             for registry in (piece, whole):
                 registry.counter("n").add()
                 registry.timer("t").record(value)
-        pieces.append(metrics.Snapshot.from_plain(piece.snapshot().to_plain()))
+        pieces.append(piece.snapshot())
     merged = metrics.merge(pieces)
     expected = whole.snapshot()
     assert merged.counters == expected.counters
@@ -139,16 +139,22 @@ def test_merged_events_are_in_order_of_time() -> None:
     assert [e.name for e in merged.events] == ["one", "two", "three"]
 
 
-def test_plain_form_survives_json() -> None:
-    """Any codec can carry a snapshot, empty recorders included."""
+def sent(seen: metrics.Snapshot) -> metrics.Snapshot:
+    beat = messages.decode(messages.encode(messages.Beat(metrics=seen)))
+    assert isinstance(beat, messages.Beat)
+    assert beat.metrics is not None
+    return beat.metrics
+
+
+def test_messages_carry_snapshots() -> None:
+    """Heartbeats do, with empty recorders, too."""
     registry = metrics.Registry(source="worker 3")
     registry.counter("steps").add(2)
     registry.timer("idle")
     registry.distribution("rows").record(17)
     registry.event("lost", worker=2, why=None)
     seen = registry.snapshot()
-    text = json.dumps(seen.to_plain(), allow_nan=False)
-    assert metrics.Snapshot.from_plain(json.loads(text)) == seen
+    assert sent(seen) == seen
 
 
 def test_reset_keeps_recorders_that_others_hold() -> None:
@@ -185,8 +191,7 @@ def test_logged_values_are_counted_and_not_finite_ones_apart() -> None:
         registry.log("loss", value)
     seen = registry.snapshot().scalars["loss"]
     assert (seen.count, seen.mean, seen.last, seen.not_finite) == (3, 2.0, 3.0, 2)
-    text = json.dumps(registry.snapshot().to_plain(), allow_nan=False)
-    assert metrics.Snapshot.from_plain(json.loads(text)).scalars["loss"] == seen
+    assert sent(registry.snapshot()).scalars["loss"] == seen
 
 
 def test_names_of_logged_values_are_bounded(caplog: pytest.LogCaptureFixture) -> None:

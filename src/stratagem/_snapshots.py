@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 # Layout of a distribution. A positive value v = m * 2**e (0.5 <= m < 1) falls into the octave e,
 # which is divided into eight equal parts, so a bucket is at most 1/8 of its lower edge wide:
@@ -143,24 +143,6 @@ class DistributionSnapshot:
             buckets=buckets,
         )
 
-    def to_plain(self) -> list[Any]:
-        """Return a list that any codec can carry; empty when there are no values."""
-        if not self.count:  # the infinities of an empty distribution are not valid JSON
-            return []
-        # Pairs, because JSON turns dictionary keys into strings.
-        pairs = [[bucket, inside] for bucket, inside in sorted(self.buckets.items())]
-        return [self.count, self.total, self.minimum, self.maximum, pairs]
-
-    @staticmethod
-    def from_plain(plain: list[Any]) -> DistributionSnapshot:
-        """Return the snapshot that `to_plain` described."""
-        if not plain:
-            return DistributionSnapshot()
-        count, total, minimum, maximum, pairs = plain
-        return DistributionSnapshot(
-            count=count, total=total, minimum=minimum, maximum=maximum, buckets=dict(pairs)
-        )
-
 
 def count_below(seen: DistributionSnapshot, edge: float) -> int:
     """Return how many values are below `edge`, exactly if `edge` is 0 or a power of two.
@@ -267,8 +249,7 @@ class Snapshot:
         >>> from stratagem import metrics
         >>> here = metrics.Registry(source="worker 0")
         >>> here.counter("steps").add(3)
-        >>> again = metrics.Snapshot.from_plain(here.snapshot().to_plain())
-        >>> again.counters
+        >>> here.snapshot().counters
         {'steps': 3}
     """
 
@@ -290,52 +271,6 @@ class Snapshot:
 
     events_dropped: int = 0
     """Number of older events that were discarded."""
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return lists, dicts, numbers and strings only; `from_plain` reads them back."""
-        return {
-            "sources": list(self.sources),
-            "counters": dict(self.counters),
-            "timers": {name: seen.to_plain() for name, seen in self.timers.items()},
-            "distributions": {name: seen.to_plain() for name, seen in self.distributions.items()},
-            "gauges": dict(self.gauges),
-            # NaN is not valid JSON.
-            "scalars": {
-                name: [s.count, s.total, s.last if s.count else None, s.not_finite, s.time_s]
-                for name, s in self.scalars.items()
-            },
-            "events": [[e.time_s, e.source, e.name, dict(e.facts)] for e in self.events],
-            "events_dropped": self.events_dropped,
-        }
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> Snapshot:
-        """Return the snapshot that `to_plain` described."""
-        read = DistributionSnapshot.from_plain
-        return Snapshot(
-            sources=tuple(plain["sources"]),
-            counters=dict(plain["counters"]),
-            timers={name: read(row) for name, row in plain["timers"].items()},
-            distributions={name: read(row) for name, row in plain["distributions"].items()},
-            gauges=dict(plain.get("gauges", {})),
-            scalars={
-                name: ScalarSnapshot(
-                    count=count,
-                    total=total,
-                    last=math.nan if last is None else last,
-                    not_finite=not_finite,
-                    time_s=time_s,
-                )
-                for name, (count, total, last, not_finite, time_s) in plain.get(
-                    "scalars", {}
-                ).items()
-            },
-            events=tuple(
-                Event(time_s=at, source=source, name=name, facts=dict(facts))
-                for at, source, name, facts in plain["events"]
-            ),
-            events_dropped=plain["events_dropped"],
-        )
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:

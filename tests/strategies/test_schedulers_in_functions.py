@@ -404,11 +404,11 @@ def test_counters_of_objects_globals_and_closures_move_once_per_closure(
     torch.testing.assert_close(model.state_dict(), plain_model.state_dict())
     assert rule._optimizer.param_groups[0]["lr"] == plain_rule._optimizer.param_groups[0]["lr"]
     rule.n_steps = 100  # as a restore does
-    packed = sg.metrics.snapshot().to_plain()
+    packed = sg.metrics.snapshot().counters
     alone.schedule(step, args=BATCHES[0]).get(timeout_s=60)
     alone.join(timeout_s=60)
     assert rule.n_steps == 101
-    again = sg.metrics.snapshot().to_plain()
+    again = sg.metrics.snapshot().counters
     name = "coordinator.functions_packed_again"
     assert again.get(name) == packed.get(name)  # a counter is no reason to send the function again
 

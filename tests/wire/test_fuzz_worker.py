@@ -24,6 +24,7 @@ from hostile import (
 from orders import amount
 from plain_strategy import PlainSetup
 
+from stratagem._snapshots import Snapshot
 from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, pack, unpack
@@ -80,7 +81,7 @@ def opening(setup: messages.Packed) -> messages.OpenWorker:
 # What a coordinator may say, and what it may not: the latter ends the life.
 EXPECTED: list[messages.Message] = [
     messages.Beat(),
-    messages.Beat(facts={"counters": {"a": 1}, "b": [1.5, "text"]}),
+    messages.Beat(metrics=Snapshot(counters={"a": 1}, gauges={"b": 1.5})),
     messages.Define(value=_PACKED, function=DIGEST),
     messages.Define(value=_ELSEWHERE, function=DIGEST),
     messages.Define(value=_PACKED, token=_EMPTY),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, Protocol, final
@@ -205,16 +205,15 @@ def _own_metrics() -> metrics.Snapshot:
     return replace(seen, counters={**seen.counters, **usage}, gauges=gauges)
 
 
-def _worker(name: str, facts: Mapping[str, Any] | None, failure: str) -> TaskSample:
-    if facts is None:
+def _worker(name: str, stats: messages.Stats | None, failure: str) -> TaskSample:
+    if stats is None:
         return TaskSample(name=name, state=failure)
-    plain = facts.get("metrics")
-    seen = metrics.Snapshot.from_plain(plain) if plain else metrics.Snapshot()
-    incarnation = int(facts.get("incarnation", 0))
+    seen = stats.metrics or metrics.Snapshot()
+    incarnation = int(stats.facts.get("incarnation", 0))
     return TaskSample(
         name=name,
-        state=str(facts.get("state", "running")),
-        identity=f"{facts.get('pid', '')}-{incarnation}",
+        state=str(stats.facts.get("state", "running")),
+        identity=f"{stats.facts.get('pid', '')}-{incarnation}",
         restarts=max(0, incarnation - 1),
         numbers=seen.counters,
         metrics=seen,
@@ -222,17 +221,18 @@ def _worker(name: str, facts: Mapping[str, Any] | None, failure: str) -> TaskSam
 
 
 def _server(
-    name: str, facts: Mapping[str, Any] | None, lost: str, restarts: dict[str, tuple[str, int]]
+    name: str, stats: messages.Stats | None, lost: str, restarts: dict[str, tuple[str, int]]
 ) -> TaskSample:
     """Return the report of a server; `restarts` counts the processes seen at its address."""
     last, count = restarts.get(name, ("", 0))
-    if facts is None:
+    if stats is None:
         return TaskSample(name=name, state=lost, restarts=count)
-    life = str(facts.get("life", ""))
+    life = str(stats.facts.get("life", ""))
     if last not in ("", life):
         count += 1
     restarts[name] = (life, count)
-    numbers = {key: float(value) for key, value in facts.items() if isinstance(value, int | float)}
+    facts = stats.facts.items()
+    numbers = {key: float(value) for key, value in facts if isinstance(value, int | float)}
     return TaskSample(name=name, state="running", identity=life, restarts=count, numbers=numbers)
 
 
@@ -267,7 +267,7 @@ class Probe(Owner):
         """Why the last question failed: ``wrong key``, ``refused`` (another release, or TLS on one side only) or
         ``no answer``."""
 
-    def ask(self) -> dict[str, Any] | None:
+    def ask(self) -> messages.Stats | None:
         """Return the figures that the task reports, or None if it does not answer."""
         try:
             channel = self._channel or self._connect()
@@ -279,7 +279,7 @@ class Probe(Owner):
             return None
         if not self._is_server:
             self.close()
-        return dict(reply.facts) if isinstance(reply, messages.Stats) else None
+        return reply if isinstance(reply, messages.Stats) else None
 
     def _connect(self) -> Channel:
         channel = connect(self._find_address(), key=self._key, timeout_s=self._limit_s)
@@ -308,7 +308,7 @@ def _failure(error: Exception) -> str:
     return "refused" if isinstance(error, ProtocolError) else "no answer"
 
 
-def ask_all(probes: Sequence[Probe]) -> list[dict[str, Any] | None]:
+def ask_all(probes: Sequence[Probe]) -> list[messages.Stats | None]:
     """Return the answers of all tasks, in order."""
     if len(probes) < 2:
         return [probe.ask() for probe in probes]

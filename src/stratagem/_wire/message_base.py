@@ -5,9 +5,12 @@ Only data: no behaviour, no tensor, no socket.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import msgspec
+
+from stratagem._snapshots import Snapshot
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -67,6 +70,17 @@ class Pong(Message, frozen=True):
     busy_s: float = 0.0
     served: int = 0
     unlinked: tuple[tuple[str, int, int], ...] = ()
+
+
+class AskStats(Message, frozen=True):
+    """Ask for statistics of the task."""
+
+
+class Stats(Message, frozen=True):
+    """Answer to AskStats: numbers and texts by name, and the metrics of a worker."""
+
+    facts: Mapping[str, Any]
+    metrics: Snapshot | None = None
 
 
 class RemoteFailure(Message, frozen=True):

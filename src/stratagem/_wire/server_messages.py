@@ -485,16 +485,3 @@ class Transfer(Message, frozen=True):
     size: int = 0
     crc32: int = 0
     blocks: tuple[BlockRef, ...] = ()
-
-
-# -- statistics --------------------------------------------------------------------------------
-
-
-class AskStats(Message, frozen=True):
-    """Ask for statistics of the task."""
-
-
-class Stats(Message, frozen=True):
-    """Answer to AskStats: numbers and texts by name."""
-
-    facts: Mapping[str, Any]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from stratagem._snapshots import Snapshot
 from stratagem._wire.message_base import Message, Packed, Record, RemoteFailure
 
 # -- from the coordinator ----------------------------------------------------------------------
@@ -151,9 +149,9 @@ class Returned(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Heartbeat. `facts`: the worker's metrics, in some heartbeats."""
+    """Heartbeat. `metrics`: those of the worker, in some heartbeats."""
 
-    facts: Mapping[str, Any] = {}
+    metrics: Snapshot | None = None
 
 
 class LogLine(Message, frozen=True):

@@ -484,8 +484,8 @@ class Engine:
                 ),
                 Cause(error, link.task, message.failure.traceback),
             )
-        if isinstance(message, messages.Beat) and message.facts and link.number in self.links:
-            link.metrics = metrics.Snapshot.from_plain(message.facts)
+        if isinstance(message, messages.Beat) and message.metrics and link.number in self.links:
+            link.metrics = message.metrics
         return []
 
     def _locked_build(

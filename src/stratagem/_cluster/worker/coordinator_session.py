@@ -15,7 +15,8 @@ import queue
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, cast, final
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from stratagem import metrics
 from stratagem._cluster.contract import StrategyOnWorker, WorkerSetup
 from stratagem._cluster.worker.received_objects import ReceivedObjects
 from stratagem._cluster.worker.results import Results
+from stratagem._snapshots import Snapshot
 from stratagem._usage import process_usage
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
@@ -137,7 +139,7 @@ class CoordinatorSession:
                     self.take_in(frame)
             if now - sent_at >= self.order.heartbeat_s:
                 sent_at = now
-                self.channel.notify(messages.Beat(facts=self._metrics(now)))
+                self.channel.notify(messages.Beat(metrics=self._metrics(now)))
             if now - looked_at >= TICK_S:
                 looked_at = now
                 turn_away()
@@ -178,32 +180,36 @@ class CoordinatorSession:
             return False
         return True
 
-    def _metrics(self, now: float) -> dict[str, Any]:
-        """Return the metrics that this heartbeat carries; empty if the last ones are recent."""
+    def _metrics(self, now: float) -> Snapshot | None:
+        """Return the metrics that this heartbeat carries; None if the last ones are recent."""
         if now - self._metrics_at < METRICS_S:
-            return {}
+            return None
         self._metrics_at = now
         return self.metrics()
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Snapshot:
         """Return the metrics of this session, and those of the process if the worker owns it."""
         own = self._worker.owns_process  # else the coordinator's own registry has the rest
-        plain = (metrics.snapshot() if own else metrics.Snapshot()).to_plain()
-        plain["sources"] = [self._worker.task]
+        seen = metrics.snapshot() if own else Snapshot()
+        usage = process_usage() if own else {}
+        memory = usage.pop("process.memory_bytes", None)
         now = time.perf_counter()
         running, idle = self._running_since, self._idle_since
-        plain["counters"] |= {
+        times = {
             "worker.steps": self.steps,
             "worker.session_s": now - self._opened_at,
             "worker.run_s": self._run_s + (now - running if running else 0.0),
             "worker.idle_s": self._idle_s + (now - idle if idle else 0.0),
             "worker.ack_s": self._results.waited_s,
         }
-        if own:
-            usage = process_usage()
-            plain["gauges"]["process.memory_bytes"] = usage.pop("process.memory_bytes", 0.0)
-            plain["counters"] |= usage
-        return plain
+        return replace(
+            seen,
+            sources=(self._worker.task,),
+            counters={**seen.counters, **times, **usage},
+            gauges=seen.gauges
+            if memory is None
+            else {**seen.gauges, "process.memory_bytes": memory},
+        )
 
     # ------------------------------------------------------------------ the working thread
 

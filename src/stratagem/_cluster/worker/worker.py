@@ -142,7 +142,6 @@ class Worker(Owner):
             "incarnation": 0 if session is None else session.order.incarnation,
             "steps": 0 if session is None else session.steps,
             "waiting": 0 if session is None else session.waiting,
-            "metrics": {} if session is None else session.metrics(),
         }
 
     # ------------------------------------------------------------------ the receiving thread
@@ -268,7 +267,9 @@ class Worker(Owner):
             ProtocolError: the peer looks for another kind of task.
         """
         if isinstance(frame.message, messages.AskStats):
-            channel.reply(frame, messages.Stats(facts=self.facts()), timeout_s=ANSWER_S)
+            seen = None if self._current is None else self._current.metrics()
+            stats = messages.Stats(facts=self.facts(), metrics=seen)
+            channel.reply(frame, stats, timeout_s=ANSWER_S)
             return
         if isinstance(frame.message, messages.Retire):
             self._retiring = True

@@ -311,6 +311,37 @@ def test_checkpoints_and_a_second_loss(tmp_path: Path) -> None:
         mine.check(STEPS)
 
 
+@pytest.mark.process
+def test_the_loss_of_both_servers_is_reported_exactly(tmp_path: Path) -> None:
+    """Also that of the server whose backup was asked to take over, and was lost as well."""
+    with (
+        LocalCluster(workers=1, ps=2) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver, backups=1) as strategy,
+        ClusterCoordinator(strategy, options=OPTIONS) as coordinator,
+    ):
+        with strategy.scope():
+            one, two = (
+                sg.Variable(torch.zeros(()), name="one"),
+                sg.Variable(torch.zeros(()), name="two"),
+            )
+
+        def step() -> None:
+            one.assign_add(torch.ones(()))
+            two.assign_add(torch.ones(()))
+
+        with sg.CheckpointManager(sg.Checkpoint(one=one, two=two), tmp_path) as manager:
+            manager.save(0, wait=True)
+            for _ in range(7):
+                coordinator.schedule(step)
+            coordinator.join(timeout_s=STEP_LIMIT_S)
+            cluster.kill_ps(0)
+            cluster.kill_ps(1)
+            coordinator.schedule(step)
+            coordinator.join(timeout_s=STEP_LIMIT_S)
+            found = {name: n for each in coordinator.recoveries for name, n in each.updates.items()}
+            assert found == {"one": 7, "two": 7}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_three_servers_large_tensors_and_gradient_slots() -> None:

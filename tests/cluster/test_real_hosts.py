@@ -213,7 +213,7 @@ def test_backups_on_another_host(tmp_path: Path, encrypted: bool) -> None:
             five.tasks[name].wait(LIMIT_S)
             five.tasks[name] = five.serve("ps", index)
             wait_until(lambda: f"exact {turn}" in lines.read(), LIMIT_S, tell=lines.read)
-            again = f"has a backup on /job:ps/task:{index} again"
+            again = f"have a backup again, on /job:ps/task:{index}"
             wait_until(lambda: lines.read().count(again) == 2, LIMIT_S, tell=lines.read)
             chief.stdin.write("\n")
             chief.stdin.flush()

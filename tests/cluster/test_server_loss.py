@@ -11,7 +11,7 @@ from waiting import wait_until
 import stratagem as sg
 from stratagem import ClusterCoordinator, LocalCluster
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost, UnavailableError
+from stratagem.errors import ClosureCancelled, ParameterServerLost, UnavailableError
 
 pytestmark = pytest.mark.process
 
@@ -66,6 +66,25 @@ def test_lost_server_is_noticed_when_nothing_runs() -> None:
             assert [(one.worker, type(one.error)) for one in coordinator.errors] == [
                 ("/job:ps/task:0", ParameterServerLost)
             ]
+
+
+def test_a_loss_that_a_result_has_raised_is_not_reported_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with LocalCluster(workers=1, ps=1) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            total = sg.Variable(torch.zeros(()), name="total")
+        with ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            coordinator.join()
+            cluster.kill_ps(0)
+            value = coordinator.schedule(lambda: total.assign_add(torch.ones(())))
+            with pytest.raises((ParameterServerLost, ClosureCancelled)) as caught:
+                value.get(timeout_s=120)
+            if caught.type is ClosureCancelled:  # the watch was faster
+                with pytest.raises(ParameterServerLost):
+                    coordinator.join()
+    assert "no call has raised this error" not in caplog.text
 
 
 def test_a_lost_server_is_reported_with_the_paths_of_its_parameters() -> None:

@@ -26,7 +26,7 @@ def log_at_exit(engine: Engine) -> None:
 def locked_not_awaited(engine: Engine) -> list[str]:
     """Return one sentence for an error that no call has raised, and one for functions that have not finished."""
     found, results = [], engine.result_condition
-    if results.error is not None and not (results.one_closure and results.error_delivered):
+    if results.error is not None and not results.error_delivered:
         found.append(
             f"no call has raised this error of a scheduled function or a task: {results.error!r}. Call "
             "join() first, which raises it"

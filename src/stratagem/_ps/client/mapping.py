@@ -137,6 +137,11 @@ class Mappings:
             # Not closed: a tensor may still be over it. Python unmaps it after the last one.
             self._segments.pop((place.server, gone.segment.number), None)
 
+    def versions_on(self, server: int) -> dict[int, int]:
+        """Return the versions of the variables of a server that are mapped."""
+        known = list(self._variables.items())  # a copy: another thread may map something
+        return {variable: one.version for (where, variable), one in known if where == server}
+
     def forget_server(self, server: int) -> None:
         """The server was replaced: its memory is unmapped when nothing here uses it any more."""
         for known in (self._variables, self._segments):

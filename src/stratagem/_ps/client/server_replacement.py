@@ -54,6 +54,7 @@ class ServerReplacement:
         """Of saves and restores of these servers; a lost server is restored out of turn."""
         self.checked_directories: set[str] = set()
         """Directories of checkpoints that all servers may use."""
+        self._left: dict[int, dict[int, int]] = {}  # last versions, see `leave`
         self._fences: dict[str, int] = {}
         self._optimizers: dict[tuple[int, int], messages.CreateOptimizer] = {}
 
@@ -148,6 +149,7 @@ class ServerReplacement:
     def leave(self, server: int) -> None:
         """Use nothing of a server any more, not even its memory; requests to it wait for `accept`."""
         self._connections[server].give_up("is being replaced by its backup")
+        self._left[server] = self._mappings.versions_on(server)
         self._mappings.forget_server(server)
 
     def accept(
@@ -159,6 +161,7 @@ class ServerReplacement:
     ) -> None:
         """Use a restored server, and its memory. Takes no lock: a thread that waits may hold it."""
         self._mappings.forget_server(server)
+        self._left.pop(server, None)
         if located is not None:
             self._mappings.add(server, places, located)
         self._control.accept(server, welcome)
@@ -191,10 +194,9 @@ class ServerReplacement:
             }
             self.point = replace(point, facts={**point.facts, server: facts})
 
-    def last_version(self, place: ShardLocation) -> int | None:
-        """Return the version of a variable in mapped memory, also after its server ended; else None."""
-        mapped = self._mappings.get(place)
-        return None if mapped is None else mapped.version
+    def last_versions(self, server: int) -> dict[int, int]:
+        """Return the versions of variables in mapped memory, also after their server ended or was left."""
+        return {**self._left.get(server, {}), **self._mappings.versions_on(server)}
 
 
 def promotion(membership: Membership, shard: int, view: int) -> messages.Promote:

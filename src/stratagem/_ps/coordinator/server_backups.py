@@ -178,7 +178,8 @@ class ServerBackups:
                 except _FAILURES as error:
                     _log.debug("%s has no new backup yet: %s", self._name(shard), error)
                     continue
-                _log.warning("%s has a backup on %s again", self._name(shard), self._name(process))
+                of, on = self._name(shard), self._name(process)
+                _log.warning("the variables of %s have a backup again, on %s", of, on)
                 found.append(process)
                 break
         return found

@@ -276,10 +276,10 @@ def _updates_lost(
     """Return how many updates each variable lost, as far as its memory is still mapped here."""
     before = point.facts_of(server).get("versions", {})
     found: dict[str, int] = {}
-    for number, (place, name) in places.items():
-        last = variables.client.replacement.last_version(place)
-        if last is not None and str(number) in before:
-            found[name] = found.get(name, 0) + max(0, last - before[str(number)])
+    last = variables.client.replacement.last_versions(server)
+    for number, (_, name) in places.items():
+        if number in last and str(number) in before:
+            found[name] = found.get(name, 0) + max(0, last[number] - before[str(number)])
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from waiting import wait_until
 
-from stratagem._wire import connecting, frames, stream
+from stratagem._wire import connecting, frames, messages, stream
 from stratagem._wire.channel import Channel
 from stratagem._wire.codec import Outgoing, tensor_from
 from stratagem._wire.connecting import connect, split_address
@@ -256,6 +256,27 @@ def test_unsent_buffers_can_be_kept(pair: tuple[Channel, Channel]) -> None:
         frame = received.result(LIMIT_S)
     assert frame is not None
     assert bytes(frame.buffer(0)[-1000:]) == b"a" * 1000
+
+
+@pytest.mark.parametrize("last", [1, stream.WAKE_BYTES, 2 * stream.WAKE_BYTES, 1 << 21])
+def test_the_last_bytes_of_a_large_frame_wake_the_reader(
+    pair: tuple[Channel, Channel], last: int
+) -> None:
+    """However few they are. While most of the frame is missing, single packets do not wake it."""
+    client, server = pair
+    data = b"".join(frames.encode_frame(frames.NOTIFY, 0, messages.encode(Ok()), [bytes(1 << 22)]))
+    sock = server._stream.sock
+    sock.setblocking(True)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(client.receive, timeout_s=LIMIT_S)
+        for begin, end in ((0, len(data) - last), (len(data) - last, len(data))):
+            sock.sendall(data[begin:end])
+            parser = client._stream.parser
+            wait_until(lambda: parser.missing < len(data) - end + stream.WAKE_BYTES)
+        frame = received.result(LIMIT_S)
+    assert frame is not None
+    assert len(frame.buffer(0)) == 1 << 22
+    assert client._stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
 @pytest.mark.parametrize("size", [10, frames.INPUT_BYTES, 1 << 22])

@@ -187,8 +187,9 @@ class FrameParser:
         self._needed = PREFIX.size  # bytes of the head to be complete, counted from _start
         self._partial: RawFrame | None = None  # a frame whose area is being filled
         self._last: RawFrame | None = None  # the last one with an area, if that may be used again
-        self._missing = 0  # bytes of it yet to come
         self._rest: list[memoryview] = []  # of its places: where these go, the last one first
+        self.missing = 0
+        """Bytes of a large frame that are yet to come."""
         self.places: dict[int, Place] = {}
         """By call: what finds the places of its reply."""
 
@@ -203,8 +204,8 @@ class FrameParser:
             if self._rest:
                 return self._rest[-1]
             if self._partial.starved_bytes:  # discarded
-                return self._view[: self._missing]
-            return self._partial.area[-self._missing :]
+                return self._view[: self.missing]
+            return self._partial.area[-self.missing :]
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._input) > INPUT_BYTES:  # after one long head
@@ -216,7 +217,7 @@ class FrameParser:
     def advance(self, count: int) -> None:
         """Note that `count` bytes were put into `space()`."""
         if self._partial is not None:
-            self._missing -= count
+            self.missing -= count
             if self._rest:
                 rest = self._rest.pop()[count:]
                 if rest:
@@ -232,7 +233,7 @@ class FrameParser:
         """
         partial = self._partial
         if partial is not None:
-            if self._missing:
+            if self.missing:
                 return None
             self._partial = None
             return partial
@@ -300,7 +301,7 @@ class FrameParser:
         if here == total:
             return frame
         self._partial = frame
-        self._missing = total - here
+        self.missing = total - here
         return None
 
     def _begin_places(
@@ -310,7 +311,7 @@ class FrameParser:
         pairs = zip(placing.places, frame.spans, strict=True)
         frame.places = tuple(allocate(span[1]) if one is None else one for one, span in pairs)
         frame.decoded = placing.message
-        self._partial, self._missing = frame, total
+        self._partial, self.missing = frame, total
         for one, (_, length) in zip(reversed(frame.places), reversed(frame.spans), strict=True):
             if length % ALIGNMENT:
                 self._rest.append(memoryview(bytearray(-length % ALIGNMENT)))

@@ -46,7 +46,7 @@ from stratagem._core.user_contexts import InputContext, ValueContext
 from stratagem._owner import Owner
 from stratagem._strategies import step_loop
 from stratagem._strategies.async_functions import refuse_async, refuse_unawaited
-from stratagem._strategies.constructor_call import constructor_call
+from stratagem._strategies.constructor_call import arguments_of, constructor_call
 from stratagem.errors import ContextError, MisuseError
 
 GradientAggregation = Literal["mean", "sum"]
@@ -320,9 +320,9 @@ class Strategy(Owner):
     def _parameter_names(self) -> tuple[str, ...]:
         """Names of the devices that hold variables (``extended.parameter_devices``)."""
 
-    @abstractmethod
     def _arguments(self) -> dict[str, Any]:
         """Return the constructor's arguments, from which a deep copy is created."""
+        return arguments_of(self)
 
     def _close(self) -> None:  # most strategies hold nothing more
         """Release the resources of the subclass."""

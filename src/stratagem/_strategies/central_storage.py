@@ -53,8 +53,8 @@ class CentralStorageStrategy(Strategy):
             self._devices = devices.accelerators() or (devices.Device(),)
         else:
             self._devices = devices.resolve_devices(compute_devices, argument="compute_devices")
-        self._parameter_name = self._name_of(parameter_device)
-        self._parameter_device = devices.resolve_device(self._parameter_name)
+        self._parameter_device = self._name_of(parameter_device)
+        self._variables_on = devices.resolve_device(self._parameter_device)
         self._parallel_replicas = parallel_replicas
         super().__init__(gradient_aggregation=gradient_aggregation)
 
@@ -76,21 +76,12 @@ class CentralStorageStrategy(Strategy):
     @property
     @override
     def _parameter_names(self) -> tuple[str, ...]:
-        return (self._parameter_name,)
+        return (self._parameter_device,)
 
     @property
     @override
     def _variable_device(self) -> devices.Device:
-        return self._parameter_device
-
-    @override
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "compute_devices": [each.name for each in self._devices],
-            "parameter_device": self._parameter_name,
-            "gradient_aggregation": self._gradient_aggregation,
-            "parallel_replicas": self._parallel_replicas,
-        }
+        return self._variables_on
 
     @override
     def _reduce(self, op: reduction.ReduceOp, value: Any, axis: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Format the expression that creates a strategy."""
+"""Arguments of a strategy's constructor, from its attributes, and the expression that creates it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem._core.devices import parse_device
+from stratagem._core.devices import Device, parse_device
+
+
+def arguments_of(strategy: object) -> dict[str, Any]:
+    """Return the arguments that create an equal strategy: attribute ``_x`` for parameter ``x``, devices by name."""
+    names = inspect.signature(type(strategy)).parameters
+    return {name: _plain(getattr(strategy, f"_{name}")) for name in names}
 
 
 def constructor_call(kind: type, arguments: Mapping[str, Any]) -> str:
@@ -26,6 +32,12 @@ def constructor_call(kind: type, arguments: Mapping[str, Any]) -> str:
         if name not in parameters or value != parameters[name].default
     )
     return f"{kind.__name__}({parts})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple) and value and isinstance(value[0], Device):
+        return [each.name for each in value]
+    return value.name if isinstance(value, Device) else value
 
 
 def _short(value: Any) -> Any:

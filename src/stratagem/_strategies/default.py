@@ -56,10 +56,6 @@ class DefaultStrategy(SingleReplica):
         )
 
     @override
-    def _arguments(self) -> dict[str, Any]:
-        return {}
-
-    @override
     def _replica_devices(self, replica_id: int) -> Any:
         return (devices.host().name,)
 

@@ -55,14 +55,6 @@ class MirroredStrategy(Strategy):
         return tuple(each.name for each in self._devices)
 
     @override
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "devices": [each.name for each in self._devices],
-            "gradient_aggregation": self._gradient_aggregation,
-            "parallel_replicas": self._parallel_replicas,
-        }
-
-    @override
     def _create_variable(self, request: variables.VariableRequest) -> Any:
         return variable_storage.mirrored(request, self._devices, self)
 

@@ -52,13 +52,6 @@ class SingleDevice(SingleReplica):
         return (self._device.name,)
 
     @override
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "device": self._device.name,
-            "gradient_aggregation": self._gradient_aggregation,
-        }
-
-    @override
     def _replica_devices(self, replica_id: int) -> Any:
         return (self._device.name,)
 

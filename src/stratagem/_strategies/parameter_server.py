@@ -126,8 +126,8 @@ class ParameterServerStrategy(Strategy):
                 f"{type(variable_partitioner).__name__}: expected a partitioner, such as "
                 "sg.partitioners.FixedShardsPartitioner(2), or None."
             )
-        self._resolver = cluster_resolver
-        self._partitioner = variable_partitioner
+        self._cluster_resolver = cluster_resolver
+        self._variable_partitioner = variable_partitioner
         self._worker_devices = worker_devices
         self._workers = tuple(spec.task_indices("worker"))
         self._servers = tuple(
@@ -135,7 +135,7 @@ class ParameterServerStrategy(Strategy):
             for index in spec.task_indices("ps")
         )
         self._device_names = worker_device_names(cluster_resolver, worker_devices)
-        self._named = {} if job is None else {"job": job, "job_lease_s": job_lease_s}
+        self._job, self._job_lease_s = job, job_lease_s
         self._backups = backups
         self._staleness = staleness
         self._cache = ReadCache()
@@ -174,12 +174,12 @@ class ParameterServerStrategy(Strategy):
     @override
     def cluster_resolver(self) -> Any:
         """The cluster resolver given at construction."""
-        return self._resolver
+        return self._cluster_resolver
 
     @property
     def variable_partitioner(self) -> Partitioner | None:
         """The partitioner given at construction."""
-        return self._partitioner
+        return self._variable_partitioner
 
     @property
     def staleness(self) -> int | None:
@@ -232,18 +232,6 @@ class ParameterServerStrategy(Strategy):
     @override
     def _parameter_names(self) -> tuple[str, ...]:
         return tuple(device_name(task) for task, _ in self._servers)
-
-    @override
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "cluster_resolver": self._resolver,
-            "variable_partitioner": self._partitioner,
-            "gradient_aggregation": self._gradient_aggregation,
-            "worker_devices": self._worker_devices,
-            **self._named,
-            **({"backups": self._backups} if self._backups else {}),
-            **({} if self._staleness is None else {"staleness": self._staleness}),
-        }
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterServerStrategy:

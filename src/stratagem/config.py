@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,42 +23,44 @@ from stratagem._private_files import check_private
 
 
 def environment(name: str, default: str | None = None) -> str | None:
-    """Return the value of an environment variable, read at every call.
-
-    Example:
-        >>> from stratagem import config
-        >>> config.environment("STRATAGEM_NO_SUCH_SETTING", "fallback")
-        'fallback'
-    """
+    """Return the value of an environment variable, read at every call."""
     return os.environ.get(name, default)
 
 
 def seconds_from_environment(name: str, default: float) -> float:
     """Return a duration in seconds from the environment; raise unless it is a positive number."""
-    text = environment(name)
-    if text is None or text == "":
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not value > 0:
-        raise ValueError(
-            f"{name}={text!r} is not a duration: expected a positive number of seconds, "
-            f"such as {default:g}. Unset it to use the default."
-        )
-    return value
+    what = "a duration: expected a positive number of seconds"
+    return _number_from_environment((name,), default, what, lambda value: value > 0)
 
 
 def _bytes_from_environment(name: str, default: int, *, least: int) -> int:
     """Return a size in bytes from the environment; raise if it is below `least`."""
-    text = environment(name, str(default))
-    if text is None or not text.isdecimal() or int(text) < least:
-        raise ValueError(
-            f"{name}={text!r} is not a usable size: expected a number of bytes of at least {least}, "
-            f"such as {default}. Unset it to use the default."
+    what = f"a usable size: expected a number of bytes of at least {least}"
+    return int(
+        _number_from_environment(
+            (name,), default, what, lambda value: value >= least and value.is_integer()
         )
-    return int(text)
+    )
+
+
+def _number_from_environment(
+    names: Sequence[str], default: float, what: str, is_valid: Callable[[float], bool]
+) -> float:
+    """Return the first of several variables that is set; raise unless it is a valid number."""
+    for name in names:
+        text = environment(name)
+        if not text:
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_valid(value):
+            raise ValueError(
+                f"{name}={text!r} is not {what}, such as {default:.12g}. Unset it to use the default."
+            )
+        return value
+    return default
 
 
 class InputReplicationMode(enum.Enum):
@@ -185,11 +189,6 @@ def job_limit_s() -> float:
     """Return after how much silence another coordinator may take over a named job (``STRATAGEM_JOB_LIMIT_S``).
 
     Ten seconds by default. A coordinator whose process has ended needs no wait: its connections are closed.
-
-    Example:
-        >>> from stratagem import config
-        >>> config.job_limit_s()
-        10.0
     """
     return seconds_from_environment("STRATAGEM_JOB_LIMIT_S", 10.0)
 
@@ -198,11 +197,6 @@ def server_wait_s() -> float:
     """Return how long a new strategy waits for its parameter servers (``STRATAGEM_SERVER_WAIT_S``).
 
     One minute by default, for all servers together: a cluster may still be starting.
-
-    Example:
-        >>> from stratagem import config
-        >>> config.server_wait_s()
-        60.0
     """
     return seconds_from_environment("STRATAGEM_SERVER_WAIT_S", 60.0)
 
@@ -261,13 +255,7 @@ def row_kernels_allowed() -> bool:
 
 
 def wire_dtype() -> str:
-    """Return the dtype of gradients and table rows on sockets (``STRATAGEM_WIRE_DTYPE``); empty: as they are.
-
-    Example:
-        >>> from stratagem import config
-        >>> config.wire_dtype()
-        ''
-    """
+    """Return the dtype of gradients and table rows on sockets (``STRATAGEM_WIRE_DTYPE``); empty: as they are."""
     text = environment("STRATAGEM_WIRE_DTYPE", "") or ""
     if text not in ("", "bfloat16", "float16"):
         raise ValueError(
@@ -345,25 +333,6 @@ def set_environment(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
-
-
-def _number_from_environment(names: tuple[str, ...], default: float) -> float:
-    """Return the first of several variables that is set, as a number that is not negative."""
-    for name in names:
-        text = environment(name)
-        if text is None or text == "":
-            continue
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if value < 0:
-            raise ValueError(
-                f"{name}={text!r} is not usable: expected a number >= 0, such as {default:g}. "
-                f"Unset it to use the default."
-            )
-        return value
-    return default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,9 +427,12 @@ class ClusterOptions:
         for field in dataclasses.fields(cls):
             names = (f"STRATAGEM_{field.name.upper()}", *_TF_NAMES.get(field.name, ()))
             default = getattr(cls, field.name)
-            found[field.name] = type(default)(_number_from_environment(names, default))
+            value = _number_from_environment(names, default, _AT_LEAST_0, lambda value: value >= 0)
+            found[field.name] = type(default)(value)
         return cls(**found)
 
+
+_AT_LEAST_0 = "usable: expected a number >= 0"
 
 # Variables of tf.distribute that set a field of `ClusterOptions`.
 _TF_NAMES = {
@@ -477,11 +449,6 @@ def optimizer_modules() -> tuple[str, ...]:
 
     Names separated by commas, in addition to ``torch.optim``. None by default, because importing a module
     runs its code.
-
-    Example:
-        >>> from stratagem import config
-        >>> config.optimizer_modules()
-        ()
     """
     text = environment("STRATAGEM_OPTIMIZER_MODULES", "") or ""
     names = tuple(name.strip() for name in text.split(",") if name.strip())

@@ -21,6 +21,7 @@ not at all. With `at_least_once` they are leased again and count as repeated; ot
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -85,17 +86,8 @@ class LeaseOrder:
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
         self.leased = 0
-        self._next_part = 0  # place in the order of parts
-        # Part and next element of the parts that are read in turn. An ended part leaves a free slot; the
-        # next call fills it, so that the order does not depend on when sizes become known.
-        self._slots: list[list[int] | None] = [None] * self.interleave
-        self._turn = 0
-        parts = len(self.sizes)
-        self._parts: list[int] = (
-            permutation(mix(self.seed, epoch), parts).tolist()
-            if self._shuffled
-            else list(range(parts))
-        )
+        self._steps = self._walk(epoch)
+        self._ahead: Lease | int | None = None  # the first step that was not taken
 
     def begin_epoch(self) -> None:
         """Go to the beginning of the next epoch."""
@@ -104,78 +96,63 @@ class LeaseOrder:
     @property
     def unsized(self) -> int | None:
         """The part whose size is needed before `next`; None if there is none."""
-        wanted = self._slots.count(None)
-        for place in range(self._next_part, len(self._parts)):
-            if wanted == 0:
-                return None
-            part = self._parts[place]
-            size = self.sizes[part]
-            if size is None:
-                return part
-            wanted -= size > 0
-        return None
+        if not isinstance(self._ahead, Lease):
+            self._ahead = next(self._steps, None)
+        return self._ahead if isinstance(self._ahead, int) else None
 
     def next(self) -> Lease | None:
         """Return the next lease of the epoch; None at its end. `unsized` must be None."""
-        slots = self._slots
-        if None in slots:
-            self._fill_slots()
-        for turn in range(self._turn, self._turn + len(slots)):
-            place = turn % len(slots)
-            slot = slots[place]
-            if slot is not None:
-                break
-        else:
+        part = self.unsized
+        assert part is None, f"the size of part {part} is not known"
+        lease, self._ahead = self._ahead, None
+        if not isinstance(lease, Lease):
             return None
-        part, first = slot
-        size = self.sizes[part]
-        assert size is not None
-        count = min(self.per_closure, size - first)
-        slots[place] = [part, first + count] if first + count < size else None
-        self._turn = (place + 1) % len(slots)
         self.leased += 1
-        return Lease(self.leased - 1, self.epoch, part, first, count)
+        return lease
 
-    def _fill_slots(self) -> None:
-        for place, slot in enumerate(self._slots):
-            while slot is None and self._next_part < len(self._parts):
-                part = self._parts[self._next_part]
-                self._next_part += 1
+    def _walk(self, epoch: int) -> Iterator[Lease | int]:
+        """Yield the leases of an epoch; and, until its size is known, the part that comes next."""
+        count = len(self.sizes)
+        order = (
+            permutation(mix(self.seed, epoch), count).tolist() if self._shuffled else range(count)
+        )
+        parts, number = iter(order), 0
+        opened: deque[tuple[int, int]] = (
+            deque()
+        )  # parts that are read in turn, with their next element
+        while True:
+            while len(opened) < self.interleave and (part := next(parts, None)) is not None:
+                while self.sizes[part] is None:
+                    yield part
                 if self.sizes[part]:
-                    self._slots[place] = slot = [part, 0]
+                    opened.append((part, 0))
+            if not opened:
+                return
+            part, first = opened.popleft()
+            left = (self.sizes[part] or 0) - first
+            taken = min(self.per_closure, left)
+            yield Lease(number, epoch, part, first, taken)
+            number += 1
+            if taken < left:
+                opened.append((part, first + taken))
 
     def leases_of(self, epoch: int) -> Iterator[Lease]:
         """Yield the leases of an epoch from its beginning, as far as sizes are known."""
-        again = LeaseOrder(
-            self.sizes,
-            interleave=self.interleave,
-            per_closure=self.per_closure,
-            seed=self.seed,
-            shuffled=self._shuffled,
-        )
-        again._begin(epoch)
-        while again.unsized is None and (lease := again.next()) is not None:
+        for lease in self._walk(epoch):
+            if not isinstance(lease, Lease):
+                return
             yield lease
 
     def state(self) -> dict[str, Any]:
         """Return the position, as plain values."""
-        return {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "leased": self.leased,
-            "next_part": self._next_part,
-            "slots": [None if slot is None else list(slot) for slot in self._slots],
-            "turn": self._turn,
-        }
+        return {"seed": self.seed, "epoch": self.epoch, "leased": self.leased}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go to a position."""
+        """Go to a position. The sizes of all parts before it are known."""
         self.seed = state["seed"]
         self._begin(state["epoch"])
-        self.leased = state["leased"]
-        self._next_part = state["next_part"]
-        self._slots = [None if slot is None else list(slot) for slot in state["slots"]]
-        self._turn = state["turn"]
+        for _ in range(state["leased"]):
+            self.next()
 
     @override
     def __repr__(self) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stratagem._cluster.coordinator.engine import Engine
 
 
-_VERSION: Final = 1  # of the format of positions
+_VERSION: Final = 2  # of the format of positions
 
 INTERLEAVE: Final = 8
 """Parts read in turn: enough that each of some workers has parts of its own. Each open part costs a worker the memory

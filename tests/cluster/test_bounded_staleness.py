@@ -14,7 +14,7 @@ from waiting import Gate, pass_gate, wait_until
 import stratagem as sg
 from stratagem._cluster.coordinator.closure_actions import SendClosures
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
-from stratagem._cluster.coordinator.start_rule import BoundedStaleness
+from stratagem._cluster.coordinator.start_rules import BoundedStaleness
 
 
 def queue_of(workers: int, limit: int) -> ClosureQueue:

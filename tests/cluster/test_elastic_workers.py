@@ -16,7 +16,7 @@ from torch import nn
 from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
-from stratagem._cluster.coordinator.worker_membership import membership_change
+from stratagem._cluster.coordinator.startup import membership_change
 from stratagem.cluster_resolver import FileResolver, KubernetesClusterResolver
 from stratagem.config import ClusterOptions
 from stratagem.errors import MisuseError

@@ -18,7 +18,7 @@ from stratagem._cluster.coordinator.closure_actions import (
     SendClosures,
 )
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
-from stratagem._cluster.coordinator.synchronous_rounds import SynchronousRounds
+from stratagem._cluster.coordinator.start_rules import SynchronousRounds
 
 
 def queue_of(workers: int, closures: int) -> tuple[ClosureQueue, SynchronousRounds]:

@@ -15,7 +15,7 @@ from stratagem._cluster.coordinator.closure_actions import (
     ResolveClosure,
 )
 from stratagem._cluster.coordinator.closure_queue import ClosureQueue
-from stratagem._cluster.coordinator.start_rule import StartRule
+from stratagem._cluster.coordinator.start_rules import StartRule
 
 QUICK_S = 0.001
 LONG_S = 1.0

@@ -47,7 +47,7 @@ from stratagem._cluster.coordinator.queue_state import (
     QueueWorker,
     ReportedFailures,
 )
-from stratagem._cluster.coordinator.start_rule import StartRule
+from stratagem._cluster.coordinator.start_rules import StartRule
 
 
 @final

@@ -39,11 +39,9 @@ from stratagem._cluster.coordinator.round_driver import RoundDriver
 from stratagem._cluster.coordinator.sender import Call, Closure, Sender
 from stratagem._cluster.coordinator.server_recoveries import ServerRecoveries
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
-from stratagem._cluster.coordinator.start_rule import start_rule
-from stratagem._cluster.coordinator.synchronous_rounds import SynchronousRounds
+from stratagem._cluster.coordinator.start_rules import SynchronousRounds, start_rule
 from stratagem._cluster.coordinator.watch_threads import WatchThreads
 from stratagem._cluster.coordinator.worker_link import WorkerLink, close_links, log_output
-from stratagem._cluster.coordinator.worker_membership import WorkerMembership
 from stratagem._wire import messages
 from stratagem._wire.failures import exception_from
 from stratagem._wire.messages import Frame, Message
@@ -115,7 +113,7 @@ class Engine:
         self._released_links: list[WorkerLink] = []
         self._resources = ResourceTable(self.result_condition)
         self._path_errors: dict[str, ParameterServerLost] = {}  # the last report about each server
-        self.membership: WorkerMembership | None = None  # follows the resolver
+        self.check_membership: Callable[[], None] | None = None  # follows the resolver
         self._watch = WatchThreads(self)
         self.recoveries = ServerRecoveries(self)
         for task in tasks:

@@ -16,7 +16,7 @@ from stratagem._cluster.coordinator.closure_actions import (
     Sending,
 )
 from stratagem._cluster.coordinator.closure_table import Cause
-from stratagem._cluster.coordinator.synchronous_rounds import SynchronousRounds
+from stratagem._cluster.coordinator.start_rules import SynchronousRounds
 from stratagem._wire.messages import Frame
 from stratagem.errors import ParameterServerLost
 

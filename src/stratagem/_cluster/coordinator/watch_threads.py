@@ -86,9 +86,9 @@ class WatchThreads:
             self._guard(self._check_paths)
 
     def _watch_membership(self) -> None:
-        membership, every_s = self._engine.membership, self._engine.options.membership_s
-        while membership is not None and every_s > 0 and not self._stop.wait(every_s):
-            self._guard(membership.check)
+        check, every_s = self._engine.check_membership, self._engine.options.membership_s
+        while check is not None and every_s > 0 and not self._stop.wait(every_s):
+            self._guard(check)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:

@@ -114,7 +114,7 @@ WHOLES = {
 def replica(monkeypatch):
     """The calling code is a replica on the pretended device."""
     me = SimpleNamespace(device=DEVICE)
-    monkeypatch.setattr("stratagem._ps.tables.row_gradient.current_replica", lambda: me)
+    monkeypatch.setattr("stratagem._ps.tables.table_parameter.current_replica", lambda: me)
     return me
 
 

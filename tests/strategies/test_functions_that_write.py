@@ -437,6 +437,24 @@ def test_views_of_a_table_are_values_wherever_they_go(alone: sg.ClusterCoordinat
     torch.testing.assert_close(model.table.weight.detach(), expected)
 
 
+def test_a_table_that_inference_mode_read_can_be_written(either_way: sg.ClusterCoordinator) -> None:
+    with either_way.strategy.scope():
+        model = words()
+    expected = 2.0 * model.table.weight.detach()
+
+    def write(ids: Tensor) -> None:
+        with torch.inference_mode():
+            scores = model.table(ids) @ model.table.weight.t()
+            assert scores.isfinite().all()
+            assert model.table.weight[3].isfinite().all()
+        with torch.no_grad():
+            model.table.weight.mul_(2.0)
+        loss_of(model, ids).backward()
+
+    either_way.schedule(write, args=(BATCHES[0],)).get(timeout_s=WAIT_S)
+    torch.testing.assert_close(model.table.weight.detach(), expected)
+
+
 @pytest.mark.parametrize(
     "kind", ["table", "row", "list", "out", "numpy", "put back", "before a step"]
 )

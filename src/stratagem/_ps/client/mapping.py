@@ -123,7 +123,8 @@ class Mappings:
                 self._segments[server, ref.number] = segment
         for place, where in zip(places, located.places, strict=True):
             segment = self._segments[server, where.segment]
-            tensor = segment.tensor(where.offset, where.shape, codec.dtype_from(where.dtype))
+            with torch.inference_mode(False):  # a function may look rows up in that mode first
+                tensor = segment.tensor(where.offset, where.shape, codec.dtype_from(where.dtype))
             mapped = MappedVariable(segment, where.offset, tensor, self._pages)
             self._variables[server, place.variable] = mapped
         return True

@@ -26,6 +26,7 @@ from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.init_ops import SEEDS, initialise, shard_recipe
 from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows
 from stratagem._ps.tables.table_parameter import TableParameter
+from stratagem._ps.tables.worker_rows import refusal
 from stratagem._ps.types import InitOp
 from stratagem.errors import ForeignParameterError
 
@@ -359,7 +360,9 @@ def _on_planned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         return _kaiming_uniform(table, args, kwargs)
     if name.startswith("new_"):  # another tensor, of our type
         return getattr(torch.empty(0, dtype=planned.dtype), name)(*args[1:], **kwargs)
-    if name in _WRITING_OPERATORS and planned.may_be_local:
+    if name in _WRITING_OPERATORS and not planned.may_be_local:
+        raise refusal(planned.name)
+    if name in _WRITING_OPERATORS:
         getattr(planned.local(), name)(*args[1:])
         return None if name == "__setitem__" else table
     if name in _COMPARISONS and planned.is_unmade:

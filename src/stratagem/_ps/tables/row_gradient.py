@@ -1,15 +1,16 @@
-"""Rows that operators look up, the gradient of a table, and the interface through which a table reaches its rows.
+"""The gradient of a table, and the interface through which a table reaches its rows.
 
-Every use of a table puts a *leaf* into the autograd graph: a tensor with the rows that were looked up, or one
-over the whole table. When a backward pass has put a gradient on a leaf, `RowGradient` takes that gradient over at once.
-So the table's gradient does not depend on which leaves exist, and ``table.grad = None`` between
-the forward and the backward pass loses nothing.
+Every use of a table puts a *leaf* into the autograd graph: one with a row for each id of a lookup, or one over the whole table. When a
+backward pass has put a gradient on a leaf, `RowGradient` takes that gradient over at once. So the table's gradient does not depend on which
+leaves exist, and ``table.grad = None`` between the forward and the backward pass loses nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem import metrics
-from stratagem._core.context import current_replica
 from stratagem._core.torch_patches.private_api import own_memory
-from stratagem._ps.rows import SortedIds, sort_ids, sum_rows, take_rows
+from stratagem._ps.rows import SortedIds, sort_ids, sum_rows
 from stratagem._ps.tables.table_gradient import TableGradient
 
 
@@ -43,15 +43,12 @@ class RowSource(Protocol):
         """Overwrite rows (a lookup with ``max_norm`` shortens them, as in plain PyTorch)."""
 
 
-_FIRST_CLEANUP = 64
-"""Number of recorded leaves at which dead ones are removed for the first time."""
-
-
-class LiveLeaf(NamedTuple):
-    """A leaf that a graph may still lead to, with the ids of its rows (None: the whole table)."""
+class GradientPiece(NamedTuple):
+    """A part of a gradient: ids of rows (None: all rows), their values, and whether ids may repeat and are not sorted."""
 
     ids: Tensor | None
-    leaf: Tensor
+    values: Tensor
+    repeats: bool = False
 
 
 class RowGradient:
@@ -65,212 +62,225 @@ class RowGradient:
 
     def __init__(self, source: RowSource) -> None:
         self._source = source
-        self._ids: Tensor | None = None  # rows of `_values`; None: the whole table
-        self._values: Tensor | None = None
-        self._shown: TableGradient | None = None  # over `_values`, once code of the user has asked
-        # Rows not yet added to `_values`; ids of a lookup in the order asked may repeat.
-        self._arrived: list[tuple[Tensor, Tensor]] = []
-        self._repeats = False  # whether ids of `_arrived` may repeat
-        self._whole: Tensor | None = None  # the leaf over the whole table
-        self._leaves: list[tuple[Tensor | None, weakref.ref[Tensor]]] = []
-        self._clean_at = _FIRST_CLEANUP
+        self._pieces: list[GradientPiece] = []
+        self._shown: TableGradient | None = None  # over the rows, once code of the user has asked
+        # Leaves to which graphs lead, oldest first; each with its ids as an attribute.
+        self._leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._whole: Callable[[], Tensor | None] = lambda: None  # the leaf over the whole table
         self.sparse = False
         self.before: Callable[[Tensor], None] | None = None
         self.after: Callable[[Tensor], None] | None = None
 
     # -------------------------------------------------------------- leaves
 
-    def watch(
-        self,
-        ids: Tensor | None,
-        leaf: Tensor,
-        *,
-        sparse: bool,
-        skip: int | None,
-        repeats: bool = False,
-    ) -> None:
-        """Take over every gradient of a leaf with these rows.
+    def rows_leaf(
+        self, rows: Tensor, ids: Tensor, found: SortedIds | None, *, sparse: bool, skip: int | None
+    ) -> Tensor:
+        """Return rows as the result of an operator on a leaf.
+
+        The caller of a lookup may write into the result, so that it is not the leaf. The leaf has a shape and takes the gradient, but no
+        memory: nothing reads its values.
 
         Args:
-            ids: the rows; None for the whole table.
-            leaf: the leaf.
+            rows: one for each id asked.
+            ids: the ids, in the order asked.
+            found: the ids sorted, if their gradients are to be added up at once.
             sparse: whether the gradient is sparse in plain PyTorch.
-            skip: position of a row to leave out.
-            repeats: whether ids may repeat and are not sorted.
+            skip: row that takes no gradient (padding).
         """
-        if len(self._leaves) >= self._clean_at:
-            self._leaves = [one for one in self._leaves if one[1]() is not None]
-            self._clean_at = max(_FIRST_CLEANUP, 2 * len(self._leaves))
-        self._leaves.append((ids, weakref.ref(leaf)))
-        reference = weakref.ref(self)  # this object holds the leaf over the whole table
-
-        def arrived(ready: Tensor) -> None:
-            gradient = reference()
-            if gradient is not None:
-                gradient._take(ids, ready, sparse=sparse, skip=skip)
-                gradient._repeats = gradient._repeats or repeats
-
-        cast("Any", leaf).register_post_accumulate_grad_hook(arrived)
+        ids = ids if found is None else found.unique
+        leaf = rows.new_empty(()).expand(ids.numel(), *rows.shape[1:]).requires_grad_()
+        self._watch(leaf, ids, skip, sparse=sparse, repeats=found is None)
+        return cast("Tensor", cast("Any", _Rows).apply(leaf, [rows], found))
 
     def whole_leaf(self) -> Tensor:
         """Return a leaf over the whole table; all uses share one, so that autograd adds up their gradients."""
-        current = self._source.whole()
-        if self._whole is None or self._whole.data_ptr() != current.data_ptr():
-            self._whole = current.detach().requires_grad_()
-            self.watch(None, self._whole, sparse=False, skip=None)
-        return self._whole
+        current, leaf = self._source.whole(), self._whole()
+        if leaf is None or leaf.data_ptr() != current.data_ptr():
+            leaf = current.detach().requires_grad_()
+            self._watch(leaf, None, None, sparse=False, repeats=False)
+            self._whole = weakref.ref(leaf)
+        return leaf
 
-    def mark(self) -> tuple[Tensor, ...]:
-        """Return the tensors of the gradient: others after every change by a backward pass or `zero_grad`."""
-        kept = () if self._values is None else (self._values,)
-        return *kept, *(values for _, values in self._arrived)
+    def _watch(
+        self, leaf: Any, ids: Tensor | None, skip: int | None, *, sparse: bool, repeats: bool
+    ) -> None:
+        leaf.kept = functools.partial(_kept, ids, skip)
+        self._leaves[next(self._numbers)] = leaf
+        take = weakref.WeakMethod(self._take)  # a graph may outlive the table
 
-    def leaves(self) -> list[LiveLeaf]:
-        """Return the leaves that still exist, oldest first."""
-        found = [(ids, leaf()) for ids, leaf in self._leaves]
-        return [LiveLeaf(ids, leaf) for ids, leaf in found if leaf is not None]
+        def arrived(ready: Tensor) -> None:
+            if (taken := take()) is not None:
+                taken(ready, sparse=sparse, repeats=repeats)
 
-    def _take(self, ids: Tensor | None, leaf: Tensor, *, sparse: bool, skip: int | None) -> None:
+        leaf.register_post_accumulate_grad_hook(arrived)
+
+    def leaves(self) -> list[Tensor]:
+        """Return the leaves that still exist, oldest first.
+
+        The method ``kept`` of each returns, for its gradient, ids (None: all rows) and the values that count.
+        """
+        return list(self._leaves.values())
+
+    def _take(self, leaf: Any, *, sparse: bool, repeats: bool) -> None:
         values, leaf.grad = leaf.grad, None
         if values is None:
             return
         if self.before is not None:
             self.before(leaf)
-        is_first = self._values is None and not self._arrived
-        self.sparse = sparse and (is_first or self.sparse)
+        self.sparse = sparse and (not self._pieces or self.sparse)
+        ids, values = leaf.kept(values)
+        self._pieces.append(GradientPiece(ids, values, repeats))
         if ids is None:
-            self._add_whole(values)
-        else:
-            if skip is not None and sparse:
-                keep = torch.arange(ids.numel()) != skip
-                ids, values = ids[keep], values[keep]
-            self._arrived.append((ids, values))
+            self._merge()
         if self.after is not None:
             self.after(leaf)
 
     # -------------------------------------------------------------- the gradient
 
-    def pieces(self) -> list[tuple[Tensor, Tensor]] | None:
+    def pieces(self) -> Sequence[tuple[Tensor, Tensor]] | None:
         """Return the rows of each lookup, in the order asked; None if they were added up already."""
-        if self._values is not None or not self._arrived or not self._repeats:
+        found = [(one.ids, one.values) for one in self._pieces if one.ids is not None]
+        if len(found) < len(self._pieces) or not any(one.repeats for one in self._pieces):
             return None
-        if any(values.requires_grad for _, values in self._arrived):
-            return None
-        return self._arrived
+        return None if any(values.requires_grad for _, values in found) else found
+
+    def mark(self) -> tuple[Any, ...]:
+        """Return the tensors of the gradient, and their versions: others after every change."""
+        return tuple(part for _, one, _ in self._pieces for part in (one, one._version))
 
     def ids(self) -> Tensor | None:
         """Return the ids of the rows in `value`; None if it is the whole table's or None."""
-        self._merge()
-        return self._ids
+        piece = self._merge()
+        return None if piece is None else piece.ids
 
     def value(self) -> Tensor | None:
         """Return the gradient so far: rows, or the whole table's if an operator used the whole table."""
-        self._merge()
-        return self._values
+        piece = self._merge()
+        return None if piece is None else piece.values
 
     def shown(self) -> Tensor | None:
         """Return the gradient of the whole table, as code of the user sees it."""
-        values, ids = self.value(), self._ids
-        if values is None or ids is None:
-            return values
-        if self._shown is None or self._shown.rows is not values:
-            self._shown = TableGradient.over(ids, values, self._source.shape, self)
+        piece = self._merge()
+        if piece is None or piece.ids is None:
+            return None if piece is None else piece.values
+        if self._shown is None or self._shown.rows is not piece.values:
+            self._shown = TableGradient.over(piece.ids, piece.values, self._source.shape, self)
         return self._shown
 
     def become_whole(self, rows: Tensor, whole: Tensor) -> None:
         """Hold all rows instead of these."""
-        if self._values is not None and self._values.data_ptr() == rows.data_ptr():
-            self._ids, self._values = None, whole
+        if self._pieces and self._pieces[0].values.data_ptr() == rows.data_ptr():
+            self._pieces[0] = GradientPiece(None, whole)
 
     def replace(self, value: Tensor | None) -> None:
-        """Set the gradient: None, one of a `TableGradient`, a sparse or a whole one."""
+        """Set the gradient: None, one of a `TableGradient`, a sparse or a whole one. Later backward passes add to it."""
+        self._pieces = []
         if value is None:
-            self.clear()
             return
-        ids: Tensor | None = None
         if tuple(value.shape) != self._source.shape:
-            self.clear()
             raise ValueError(
                 f"a gradient of shape {tuple(value.shape)!r} does not fit table "
                 f"{self._source.name!r}: expected its shape {self._source.shape!r}."
             )
         if isinstance(value, TableGradient):
-            ids, value = value.ids, value.rows
+            self._pieces = [GradientPiece(value.ids, value.rows)]
         elif value.is_sparse:
             value = value.coalesce()
-            ids, value = value.indices()[0], value.values()
-        self._arrived = []
-        self._repeats = False
-        self._ids, self._values = ids, value
+            self._pieces = [GradientPiece(value.indices()[0], value.values())]
+        else:
+            self._pieces = [GradientPiece(None, value)]
 
     def take_over(self, other: RowGradient, *, copy: bool) -> None:
         """Become the gradient of another view of the same table; without `copy` both share memory."""
-        value, ids = other.value(), other.ids()
-        self.clear()
-        self.sparse = other.sparse
-        if value is not None:
-            self._ids, self._values = ids, value.clone() if copy else value.data
+        piece, self.sparse = other._merge(), other.sparse
+        self._pieces = []
+        if piece is not None:
+            values = piece.values.clone() if copy else piece.values.data
+            self._pieces = [GradientPiece(piece.ids, values)]
 
     def as_sparse(self) -> Tensor | None:
         """Return rows as a sparse tensor of the table's shape, a whole gradient as it is."""
-        value, ids = self.value(), self.ids()
-        if value is None or ids is None:
-            return value
+        piece = self._merge()
+        if piece is None or piece.ids is None:
+            return None if piece is None else piece.values
         return torch.sparse_coo_tensor(
-            ids.unsqueeze(0), value, self._source.shape, is_coalesced=True, check_invariants=False
+            piece.ids.unsqueeze(0),
+            piece.values,
+            self._source.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
 
-    def clear(self) -> None:
-        """Set the gradient to None. Backward passes that come later add to it."""
-        self._arrived = []
-        self._repeats = False
-        self._ids = self._values = None
+    def _merge(self) -> GradientPiece | None:
+        """Return the gradient in one piece with sorted unique ids; None if there is none."""
+        pieces = self._pieces
+        if len(pieces) > 1 or (pieces and pieces[0].repeats):
+            whole = [one for one in pieces if one.ids is None]
+            merged = self._sum_of_rows(pieces) if not whole else _sum_with(whole[0], pieces)
+            self._pieces = pieces = [merged]
+        return pieces[0] if pieces else None
 
-    def _add_whole(self, values: Tensor) -> None:
-        self._merge()
-        ids, others = self._ids, self._values
-        self._ids = None
-        if others is None:
-            self._values = values
-        elif ids is not None:
-            self._values = _added(values, ids, others)
-        else:
-            self._values = _added(others, None, values)
-
-    def _merge(self) -> None:
-        if not self._arrived:
-            return
-        pieces, self._arrived = self._arrived, []
-        if self._values is not None and self._ids is None:
-            for ids, values in pieces:
-                self._values = _added(self._values, ids, values)
-            return
-        if self._ids is not None and self._values is not None:
-            pieces.insert(0, (self._ids, self._values))
-        repeats, self._repeats = self._repeats, False
-        if len(pieces) == 1 and not repeats:
-            self._ids, self._values = pieces[0]
-            return
-        found = sort_ids(torch.cat([ids for ids, _ in pieces]))
-        values = torch.cat([values for _, values in pieces])
-        self._ids = found.unique
-        if repeats:
+    def _sum_of_rows(self, pieces: Sequence[GradientPiece]) -> GradientPiece:
+        found = sort_ids(torch.cat([one.ids for one in pieces if one.ids is not None]))
+        values = torch.cat([one.values for one in pieces])
+        if any(one.repeats for one in pieces):
             count_lookup(self._source.name, ids=0, rows=found.unique.numel())
-        if values.requires_grad:
-            total = values.new_zeros(found.unique.numel(), *values.shape[1:])
-            self._values = total.index_add(0, found.places, values)
+        return GradientPiece(found.unique, _summed(values, found, has_graph=values.requires_grad))
+
+
+def _kept(
+    ids: Tensor | None, skip: int | None, values: Tensor, dim: int = 0
+) -> tuple[Tensor | None, Tensor]:
+    """Return the ids and rows of a gradient without one row; rows are along `dim`."""
+    if ids is None or skip is None:
+        return ids, values
+    keep = (ids != skip).nonzero().flatten()
+    return ids[keep], values.index_select(dim, keep)
+
+
+def _sum_with(whole: GradientPiece, pieces: Sequence[GradientPiece]) -> GradientPiece:
+    """Add pieces to that with all rows, in place unless that would be seen elsewhere."""
+    total = whole.values
+    for one in pieces:
+        ids, values = one.ids, one.values
+        if one is whole:
+            continue
+        if total.requires_grad or values.requires_grad or not own_memory([total]):
+            total = total + values if ids is None else total.index_add(0, ids, values)
         else:
-            self._values = sum_rows(values, found)
+            total = total.add_(values) if ids is None else total.index_add_(0, ids, values)
+    return GradientPiece(None, total)
 
 
-def _added(total: Tensor, ids: Tensor | None, values: Tensor) -> Tensor:
-    """Add rows (`ids` None: all of them) to a whole gradient, in place unless that would be seen elsewhere."""
-    if total.requires_grad or values.requires_grad or not own_memory([total]):
-        return total + values if ids is None else total.index_add(0, ids, values)
-    return total.add_(values) if ids is None else total.index_add_(0, ids, values)
+def _summed(values: Tensor, found: SortedIds, *, has_graph: bool) -> Tensor:
+    """Return the sum of the values of each id, as part of a graph if necessary."""
+    if not has_graph:
+        return sum_rows(values, found)
+    total = values.new_zeros(found.unique.numel(), *values.shape[1:])
+    return total.index_add(0, found.places.reshape(-1), values)
 
 
-_counters: dict[str, tuple[metrics.Counter, metrics.Counter]] = {}
+class _Rows(torch.autograd.Function):
+    """Rows that were fetched for a leaf; their gradient is the leaf's. With sorted ids it adds up neighbours instead of scattering."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor], found: SortedIds | None) -> Tensor:
+        ctx.found = found
+        return rows[0]
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        found: SortedIds | None = ctx.found
+        if found is not None:
+            gradient = _summed(gradient, found, has_graph=torch.is_grad_enabled())
+        return gradient, None, None
+
+
+_counters: Final[dict[str, tuple[metrics.Counter, metrics.Counter]]] = {}
 
 
 def count_lookup(table: str, *, ids: int, rows: int) -> None:
@@ -287,149 +297,3 @@ def count_lookup(table: str, *, ids: int, rows: int) -> None:
         found = _counters[table] = (metrics.counter(names[0]), metrics.counter(names[1]))
     found[0].add(ids)
     found[1].add(rows)
-
-
-ID_TYPES: Final = (torch.int64, torch.int32)
-
-
-def replica_device() -> torch.device | None:
-    """Return the device of the current replica; None for host memory, where rows are already."""
-    replica = current_replica()
-    return None if replica is None or replica.device.type == "cpu" else replica.device
-
-
-def position_of(unique: Tensor, row: int | None, rows: int) -> int | None:
-    """Return the position of one row of the table among those looked up; None if it is not there."""
-    if row is None:
-        return None
-    row = row + rows if row < 0 else row
-    found = int(torch.searchsorted(unique, row))
-    return found if found < unique.numel() and int(unique[found]) == row else None
-
-
-def row_ids(first: Any, rows: int) -> Tensor | None:
-    """Return the row ids that a first index selects; None if it needs the whole table."""
-    if isinstance(first, bool) or first is None or first is Ellipsis:
-        return None
-    if isinstance(first, int):
-        if not -rows <= first < rows:
-            raise IndexError(f"row {first!r} is out of range: the table has {rows} rows.")
-        return torch.tensor(first % rows)
-    if isinstance(first, slice):
-        wanted = first.indices(rows)
-        return None if wanted == (0, rows, 1) else torch.arange(*wanted)
-    ids = torch.as_tensor(first)
-    if ids.dtype == torch.bool:
-        return ids.nonzero().flatten() if ids.dim() == 1 and ids.numel() == rows else None
-    if ids.dtype not in ID_TYPES:
-        return None  # as torch's own indexing treats them (bytes are a mask)
-    return torch.where(ids < 0, ids + rows, ids)
-
-
-class RowLookup:
-    """Rows fetched for one operator: ids and the leaf in host memory, copies on the operator's device.
-
-    Attributes:
-        leaf: the rows; takes the gradient, from any device.
-        device: the operator's device, if it is not the host.
-    """
-
-    __slots__ = ("device", "found", "leaf", "unique")
-
-    def __init__(self, found: SortedIds, leaf: Tensor, device: torch.device | None) -> None:
-        self.found = found
-        self.unique = found.unique
-        self.leaf = leaf
-        self.device = device
-
-    @property
-    def places(self) -> Tensor:
-        """Position of the row of every id asked, on the operator's device."""
-        return self.found.places if self.device is None else self.found.places.to(self.device)
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows on the operator's device."""
-        return self.leaf if self.device is None else self.leaf.to(self.device)
-
-    def spread(self) -> Tensor:
-        """Return the rows in the order and shape of the ids asked, repeated where ids repeat."""
-        if self.device is None:
-            flat = cast("Tensor", cast("Any", _Spread).apply(self.leaf, self.found))
-        else:
-            flat = self.rows.index_select(0, self.places.reshape(-1))
-        return flat.view(*self.found.places.shape, *self.leaf.shape[1:])
-
-    def shorten(self, source: RowSource, max_norm: float, norm_type: float) -> None:
-        """Shorten rows longer than `max_norm`, here and on the servers, as F.embedding does in place."""
-        with torch.no_grad():
-            before = self.leaf.detach().clone()
-            everything = torch.arange(self.unique.numel())
-            torch.embedding_renorm_(self.leaf.detach(), everything, max_norm, norm_type)
-            changed = (before != self.leaf.detach()).flatten(1).any(1).nonzero().flatten()
-            if changed.numel():
-                source.update_rows(self.unique[changed], self.leaf.detach()[changed])
-
-
-def handed_over(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a leaf for rows, and the rows as the result of an operator on it.
-
-    The caller of a lookup may write into the result, so that it is not the leaf. The leaf has a shape and takes the gradient, but no
-    memory: nothing reads its values.
-
-    Example:
-        >>> leaf, result = handed_over(torch.ones(2, 3))
-        >>> result.mul_(2).sum().backward()
-        >>> leaf.grad
-        tensor([[2., 2., 2.],
-                [2., 2., 2.]])
-    """
-    leaf = rows.new_empty(()).expand(rows.shape).requires_grad_()
-    return leaf, cast("Tensor", cast("Any", _HandedOver).apply(leaf, [rows]))
-
-
-class _HandedOver(torch.autograd.Function):
-    """Rows that were fetched for a leaf; their gradient is the leaf's."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor]) -> Tensor:
-        return rows[0]
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-    @staticmethod
-    @override
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent.clone()
-
-
-class _Spread(torch.autograd.Function):
-    """``leaf.index_select(0, places)``, bit for bit, in a quarter of its time.
-
-    The ids are sorted already, so that the backward pass adds up neighbours instead of scattering.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, leaf: Tensor, found: SortedIds) -> Tensor:
-        ctx.found = found
-        return take_rows(leaf, found.places.reshape(-1))
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        found: SortedIds = ctx.found
-        if not torch.is_grad_enabled():
-            return sum_rows(gradient, found), None
-        total = gradient.new_zeros(found.unique.numel(), *gradient.shape[1:])
-        return total.index_add(0, found.places.reshape(-1), gradient), None
-
-    @staticmethod
-    @override
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        found: SortedIds = ctx.found
-        return tangent.index_select(0, found.places.reshape(-1))

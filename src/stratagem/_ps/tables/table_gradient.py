@@ -7,8 +7,10 @@ computes with the whole gradient. If its result may share memory with the gradie
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast, final
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 from torch import Tensor
@@ -22,59 +24,33 @@ if TYPE_CHECKING:
     from stratagem._ps.tables.row_gradient import RowGradient
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names}
-
-
-ABOUT_THE_TENSOR = _getters(
-    "shape", "dtype", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse"
-) | _getters(
-    "_version",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "is_cuda",
-    "is_quantized",
-    "is_nested",
-    "is_mkldnn",
-    "grad_fn",
-    "nbytes",
-    "itemsize",
+ABOUT_THE_TENSOR: Final = frozenset(
+    [
+        one.__get__
+        for name, one in inspect.getmembers(Tensor, inspect.isgetsetdescriptor)
+        if name not in ("data", "device", "_grad", "grad", "is_cpu", "is_meta")
+        and name not in ("H", "T", "mH", "mT", "imag", "real")
+    ]
+    + [
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.ndimension,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_inference,
+        Tensor.__len__,
+        Tensor.__hash__,
+        Tensor.requires_grad_,
+        cast("Any", Tensor.requires_grad).__set__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    ]
 )
-ABOUT_THE_TENSOR |= {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.ndimension,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.is_inference,
-    Tensor.__len__,
-    Tensor.__hash__,
-    Tensor.requires_grad_,
-    cast("Any", Tensor.requires_grad).__set__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-}
-
-_IN_PLACE = frozenset(
-    {"__setitem__", "__idiv__", "__ipow__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-    | {f"__i{name}__" for name in ("floordiv", "mod", "and", "or", "xor", "lshift", "rshift")}
-)
-"""Operators that write their first operand and whose names do not end with one underscore."""
-
-
-def writes_first(func: Any) -> bool:
-    """Return whether a torch function writes its first operand.
-
-    Example:
-        >>> writes_first(Tensor.add_), writes_first(Tensor.__isub__), writes_first(Tensor.__add__)
-        (True, True, False)
-    """
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+"""Functions that need no values."""
 
 
 @final
@@ -109,13 +85,12 @@ class TableGradient(Tensor):
             return self.rows
         return self.rows.new_zeros(_shape_of(self)).index_add(0, self.ids, self.rows)
 
-    def become_whole(self) -> Tensor:
-        """Hold all rows from now on, as the table's gradient does; return them."""
+    def become_whole(self, whole: Tensor) -> None:
+        """Hold all rows from now on, as the table's gradient does."""
         if self.ids is not None:
-            before, self.rows, self.ids = self.rows, self.whole(), None
+            before, self.rows, self.ids = self.rows, whole, None
             if self.source is not None:
-                self.source.become_whole(before, self.rows)
-        return self.rows
+                self.source.become_whole(before, whole)
 
     @override
     @classmethod
@@ -193,15 +168,6 @@ _ROWS_SUFFICE: dict[Any, Callable[..., bool]] = {
 }
 """Operators that give zero, or ignore zeros, if these are their other arguments; the first one is the gradient."""
 
-_NEW_RESULTS: frozenset[Any] = frozenset(
-    _named("add sub rsub mul div pow sqrt max min amax amin mean std var sum norm any all isnan isfinite eq ne lt gt",
-           torch, Tensor)
-    + _named("__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __eq__ __ne__", Tensor)
-    + _named("lerp addcmul addcdiv zeros_like ones_like empty_like full_like rand_like randn_like stack cat", torch)
-    + _named("lerp_ add_ sub_ mul_ div_ addcmul_ addcdiv_ __iadd__ __isub__ __imul__ __itruediv__ __deepcopy__ item tolist", Tensor)
-)  # fmt: skip
-"""Other operators whose results share no memory with their operands, apart from the first one of in-place operators."""
-
 
 @eagerly
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,13 +184,35 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = _ROWS_SUFFICE.get(func)
     if rule is not None and _are_gradients(first) and rule(*args[1:], **kwargs):
         return _on_rows(func, first, args[1:], kwargs)
-    shares = func not in _NEW_RESULTS
-    written = 0 if writes_first(func) else -1  # place of the operand
-    given = [_with_all_rows(one, keep=shares or at == written) for at, one in enumerate(args)]
-    others = {
-        name: _with_all_rows(one, keep=shares or name == "out") for name, one in kwargs.items()
-    }
-    return func(*given, **others)
+    wholes: list[tuple[TableGradient, Tensor, int]] = []
+
+    def with_all_rows(value: Any) -> Any:
+        if isinstance(value, TableGradient):
+            whole = value.whole()
+            wholes.append((value, whole, private_api.version_of(whole)))
+            return whole
+        is_list = isinstance(value, (list, tuple))
+        if is_list and any(isinstance(one, TableGradient) for one in value):
+            return type(value)(map(with_all_rows, value))
+        return value
+
+    given = {name: with_all_rows(one) for name, one in kwargs.items()}
+    result = func(*map(with_all_rows, args), **given)
+    for gradient, whole, version in wholes:
+        if private_api.version_of(whole) != version or _may_share(result, whole):
+            gradient.become_whole(whole)
+    return result
+
+
+def _may_share(result: Any, memory: Tensor) -> bool:
+    """Return whether a result may be over the memory of a tensor."""
+    if isinstance(result, Tensor):
+        address = memory.untyped_storage().data_ptr()
+        is_strided = result.layout is torch.strided
+        return is_strided and result.untyped_storage().data_ptr() == address
+    if isinstance(result, (list, tuple)):
+        return any(_may_share(one, memory) for one in result)
+    return not isinstance(result, (int, float, complex, str, torch.dtype, NoneType))
 
 
 _SIGNS = {"add_": 1, "__iadd__": 1, "sub_": -1, "subtract_": -1, "__isub__": -1}
@@ -266,15 +254,6 @@ def _on_rows(func: Any, first: Any, others: Sequence[Any], kwargs: Mapping[str, 
     if first.ids is None or not isinstance(result, Tensor) or result.shape != first.rows.shape:
         return result
     return TableGradient.over(first.ids, result, _shape_of(first))
-
-
-def _with_all_rows(value: Any, *, keep: bool) -> Any:
-    """Return an operand with all rows in place of each gradient; `keep`: the table's gradient has them, too."""
-    if isinstance(value, TableGradient):
-        return value.become_whole() if keep else value.whole()
-    if isinstance(value, (list, tuple)) and any(isinstance(one, TableGradient) for one in value):
-        return type(value)(_with_all_rows(one, keep=keep) for one in value)
-    return value
 
 
 _ABOUT_MEMORY: frozenset[Any] = frozenset(

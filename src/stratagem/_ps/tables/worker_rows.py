@@ -96,22 +96,15 @@ class WorkerRows:
 
     def copy(self) -> Tensor:
         """Return the copy of all rows."""
-        with self._lock:
+        with (
+            self._lock,
+            torch.inference_mode(False),
+        ):  # functions may write the copy in another mode
             if self._whole is None:
                 values = self.source.whole().detach().clone()
                 self._whole = _Copy(None, values, values.clone())
                 self._note()
             return self._whole.values.detach()
-
-    def to_write(self) -> Tensor:
-        """Return the copy of all rows, for an operator that writes it.
-
-        Raises:
-            ForeignParameterError: functions must not write the table.
-        """
-        if not self._may_write:
-            raise refusal(self.name)
-        return self.copy()
 
     def replace(self, value: Tensor) -> None:
         """Overwrite all rows: ``table.data = value``."""
@@ -120,7 +113,7 @@ class WorkerRows:
                 f"table {self.name!r} was given {tuple(value.shape)} {value.dtype} inside a scheduled function: "
                 f"expected {self.shape} {self.dtype}, as on the parameter servers."
             )
-        self.to_write().copy_(value.detach())
+        self.copy().copy_(value)
 
     def copies_parts(self) -> bool:
         """Return whether a row or slice is better copied without the rest of the table."""
@@ -128,7 +121,8 @@ class WorkerRows:
 
     def keep_part(self, ids: Tensor, rows: Tensor) -> None:
         """Note that the function has a copy of some rows."""
-        self._parts.append(_Copy(ids.reshape(-1), rows, rows.clone()))
+        with torch.inference_mode(False):
+            self._parts.append(_Copy(ids.reshape(-1), rows, rows.clone()))
         self._note()
 
     def _note(self) -> None:

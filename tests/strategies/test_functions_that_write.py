@@ -698,6 +698,54 @@ def test_several_workers_may_read_data(several: sg.ClusterCoordinator) -> None:
         assert several.schedule(step).fetch(timeout_s=WAIT_S) == pytest.approx(2.0)
 
 
+def test_reading_data_while_another_worker_trains_is_no_write(
+    pair_either_way: sg.ClusterCoordinator, gate: Gate
+) -> None:
+    """The values differ at the function's end from those at its beginning, and the function did not write them."""
+    with pair_either_way.strategy.scope():
+        model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(300, 300), nn.Embedding(20, 8)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def read(path: str) -> None:
+        for p in model.parameters():
+            p.data.sum()
+            p.detach().numpy().sum()
+        pass_gate(path, WAIT_S)
+
+    def train() -> None:
+        for p in model.parameters():
+            p.sum().backward()
+        optimizer.step()
+
+    waiting = pair_either_way.schedule(read, args=(gate.path,))
+    gate.wait_for_arrival()
+    pair_either_way.schedule(train).get(timeout_s=WAIT_S)
+    gate.open()
+    waiting.get(timeout_s=WAIT_S)
+
+
+def test_data_that_is_kept_over_a_step_may_be_written_after_it(
+    either_way: sg.ClusterCoordinator,
+) -> None:
+    def program() -> tuple[Step, list[nn.Module]]:
+        model = words()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(ids: Tensor) -> Tensor:
+            held = [p.data for p in model.parameters()]
+            loss = loss_of(model, ids)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            for one in held:
+                one.clamp_(-0.1, 0.1)
+            return loss.detach()
+
+        return step, [model]
+
+    assert_equal_to_plain(either_way, program)
+
+
 def test_sam_puts_weights_back_so_that_several_workers_may_use_it(
     several: sg.ClusterCoordinator,
 ) -> None:

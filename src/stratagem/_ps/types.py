@@ -1,6 +1,6 @@
 """Types that clients, parameter servers and the coordinator share.
 
-Plain data, no behaviour. Clients and the coordinator import them from here, never from `_ps/server`.
+Clients and the coordinator import them from here, never from `_ps/server`.
 Small records that also travel in messages are defined in `_wire/messages.py` and named again here.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from stratagem._wire.messages import GroupSpec as GroupSpec
@@ -23,6 +24,25 @@ TRANSFER_BYTES: Final = 1 << 26
 HyperparameterValue: TypeAlias = float | int | bool | str | Sequence[float | None] | None
 Hyperparameters: TypeAlias = Mapping[str, HyperparameterValue]
 """Settings of an optimizer or of one of its parameter groups, by name."""
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types for the bits of any number, by its size in bytes."""
+
+
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same values; a number that is none (NaN) equals itself.
+
+    Example:
+        >>> have_same_bits(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+        True
+    """
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    if one.is_complex():
+        one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
+    bits = _BITS[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
+
 
 StateValue: TypeAlias = Tensor | float | int | bool | None
 

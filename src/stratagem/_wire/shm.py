@@ -332,15 +332,16 @@ class OwnPages(Owner):
         self._fd: int | None = None
         self._closed = False
 
-    def has(self, address: int) -> bool:
-        """Return whether this process wrote to the page at `address`; False where the kernel does not say."""
+    def has(self, address: int, size: int = 1, *, unknown: bool = False) -> bool:
+        """Return whether this process wrote to a page of a range; `unknown` where the kernel does not say."""
         if self._fd is None:
             self._fd = self._open()
         if self._fd < 0:
-            return False
-        entry = os.pread(self._fd, 8, address // mmap.PAGESIZE * 8)
-        flags = int.from_bytes(entry, "little") >> 61
-        return bool(flags & 0b110) and not flags & 0b001  # in memory or swapped, not of the file
+            return unknown
+        first, last = address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE
+        entries = os.pread(self._fd, 8 * (last - first + 1), first * 8)
+        # In memory (0b100) or swapped (0b010), and not of the file (0b001).
+        return any(highest >> 5 in (0b100, 0b010, 0b110) for highest in entries[7::8])
 
     def _open(self) -> int:
         if self._closed:

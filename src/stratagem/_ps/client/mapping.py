@@ -87,6 +87,10 @@ class MappedVariable:
         """Return whether this process wrote to the middle of the tensor, counted by torch or not."""
         return self._pages.has(self.tensor.data_ptr() + self.tensor.nbytes // 2)
 
+    def may_be_overwritten(self) -> bool:
+        """Return whether this process may have written to a page of the tensor."""
+        return self._pages.has(self.tensor.data_ptr(), self.tensor.nbytes, unknown=True)
+
     def undo_writes(self) -> None:
         """Call `refresh` if torch counted a write of this process to the tensor or a view of it."""
         if self.tensor._version != self._changes:

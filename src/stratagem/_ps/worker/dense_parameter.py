@@ -11,29 +11,30 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from stratagem._core.torch_patches.numpy_views import plain_numpy, watch_numpy
 from stratagem._core.torch_patches.parameter_attributes import watch_data
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.send_buffers import GradientSlot, LentGradient
 from stratagem._ps.client.write_batch import SlotGradient, WriteBatch
-from stratagem._ps.types import Gradient
-from stratagem._ps.worker.worker_copies import CopyMemory
+from stratagem._ps.types import Gradient, have_same_bits
+from stratagem._ps.worker.worker_copies import LocalValue
 from stratagem.errors import ForeignParameterError
 
 IN_PLACE_BYTES: Final = 1 << 17
 """From this size on a gradient stays in its slot; a smaller one is copied in less time than the hook takes."""
 
 COMPARED: Final = 1 << 16
-"""Numbers up to which a copy that functions may write is compared as a whole after a step (20 µs)."""
+"""Numbers up to which a copy that functions may write is compared as a whole (20 µs)."""
 
 PROBED: Final = 256
-"""Numbers of a trained parameter's copy that are compared after a step (1 µs): functions must not write it."""
+"""Numbers of a trained parameter's copy that are compared (1 µs)."""
 
 _BITS: Final = {
     1: torch.uint8,
@@ -46,134 +47,80 @@ _BITS: Final = {
 
 
 @final
-class DenseParameter:
+class DenseParameter(LocalValue):
     """A parameter used as a whole: the leaf that functions see, and the slot of its gradient.
 
     Functions may write a frozen one, as running statistics and moving averages are, and the only worker's functions a
     trained one: its value is sent like a buffer's (`written_parameters.py`).
 
     Attributes:
-        remote: the variable on the servers.
         leaf: the worker's parameter.
         is_live: whether the leaf lies over the servers' memory. Otherwise it is a copy: on other hosts, of
             variables in several shards, and of small frozen parameters, since small variables share pages.
-        version: the leaf's version counter when its value was last known to be the servers'.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_address",
-        "_before",
-        "_data",
-        "_generation",
-        "_is_received",
-        "_memory",
-        "_probe",
-        "_slot",
-        "_start",
-        "_trained",
-        "is_live",
-        "leaf",
-        "remote",
-        "version",
-    )
+    __slots__ = ("__weakref__", "_address", "_before", "_generation", "_probe", "_slot", "_start", "_version", "is_live", "leaf")  # fmt: skip
 
     def __init__(
         self, remote: RemoteVariable, *, requires_grad: bool, channels_last: bool = False
     ) -> None:
-        self.remote = remote
         mapped = remote.mapped if len(remote.places) == 1 else None
         is_small = math.prod(remote.shape) <= COMPARED
         self.is_live = mapped is not None and (requires_grad or not is_small) and not channels_last
-        self._data = mapped[0].tensor if mapped is not None and self.is_live else remote.read()
+        data = mapped[0].tensor if mapped is not None and self.is_live else remote.read()
         if channels_last:  # servers keep the dimensions in order
-            self._data = self._data.movedim(1, -1).contiguous().movedim(-1, 1)
-        self._address = self._data.data_ptr()
-        self.leaf = nn.Parameter(self._data, requires_grad=requires_grad)
+            data = data.movedim(1, -1).contiguous().movedim(-1, 1)
+        super().__init__(remote, data)
+        self.leaf = nn.Parameter(data, requires_grad=requires_grad)
         watch_data(self)
-        watch_numpy(self)
-        self.version = self.leaf._version
-        self._memory: CopyMemory | None = None
-        self._is_received = False  # parts of a new value are in the memory, perhaps not all
-        self._probe: Any = None
-        self._start = b""
-        self._trained: bool | None = None
-        self._before: Tensor | None = (
-            None  # the value when the function asked for ``.data`` or ``.numpy()``
-        )
-        self.begin_closure()
         self._slot: GradientSlot | LentGradient | None = None
         self._generation = -1
+        self._watch_memory()
 
     def lay_over_memory(self) -> bool:
         """Use the memory of the server that has taken the variable over; False if a copy must do."""
         mapped = self.remote.mapped
         self.is_live = mapped is not None
-        self._data = mapped[0].tensor if mapped is not None else self.remote.read()
-        self.leaf.data = self._data
-        watch_numpy(self)
-        self._address = self._data.data_ptr()
-        self._memory = self._probe = self._trained = None
-        self._is_received = False
-        self.begin_closure()
+        self.replace_memory(mapped[0].tensor if mapped is not None else self.remote.read())
+        self.leaf.data = self.data
+        self._watch_memory()
         return self.is_live
 
-    def begin_closure(self) -> None:
-        """Note the value that a function begins with: the servers'."""
-        self.version = self.leaf._version
-        self._before = None
-        if self.leaf.requires_grad is not self._trained:
-            self._trained = self.leaf.requires_grad
-            if not self.is_live:
-                self._probe = self._numbers_to_compare()
-                self._start = self._probe.tobytes()
+    def _watch_memory(self) -> None:
+        """Note the value in new memory: the servers'."""
+        watch_numpy(self)
+        self._address = self.data.data_ptr()
+        # The value when the function asked for ``.data`` or ``.numpy()``.
+        self._before: Tensor | None = None
+        # Of a copy, an array of numbers that show whether it was written: torch does not count all writes.
+        self._probe: Any = None
+        if not self.is_live:
+            flat = self.data.as_strided((self.data.numel(),), (1,))
+            compared = PROBED if self.leaf.requires_grad else COMPARED
+            bits = plain_numpy(flat.view(_BITS[flat.element_size()]))
+            self._probe = bits[:: 1 + flat.numel() // compared]
+        self.note()
 
     @property
+    @override
     def is_refreshable(self) -> bool:
-        """True if `take` may replace the value."""
         return not self.is_live
 
-    def take(self, parts: Sequence[memoryview | None]) -> None:
-        """Take over new values of the servers, one for each shard that has changed."""
-        written = self.is_written(thorough=False) and self.is_changed()
-        # Counts a version of the leaf if the dimensions have another order.
-        self._copy_memory().fill(parts)
-        self._is_received = False
-        self.version = -1 if written else self.leaf._version  # -1: written until `undo_write`
-        if self._before is not None:
-            self._before = None if written else self.leaf.detach().clone()
+    @override
+    def note(self) -> None:
+        self._version = self.leaf._version
         if self._probe is not None:
             self._start = self._probe.tobytes()
+        if self._before is not None:  # an array over the memory may be written later
+            self._before = self.leaf.detach().clone()
 
-    def memory(self, shard: int) -> memoryview | None:
-        """Return where a shard's new value may be received, unless the function wrote the leaf."""
-        parts = self._copy_memory().parts
-        if not parts or self.is_written(thorough=False):
-            return None
-        self._is_received = True
-        return parts[shard]
-
-    def _copy_memory(self) -> CopyMemory:
-        if self._memory is None:
-            self._memory = CopyMemory(self.remote, self._data)
-        return self._memory
-
-    def _numbers_to_compare(self) -> Any:
-        """Return an array over the copy that shows whether it was written: writes through ``.data`` count no version."""
-        data = self._data
-        flat = data.as_strided((data.numel(),), (1,)).view(_BITS[data.element_size()])
-        compared = PROBED if self.leaf.requires_grad else COMPARED
-        return plain_numpy(flat)[:: 1 + data.numel() // compared]
-
-    def is_written(self, *, thorough: bool) -> bool:
+    def is_written(self, *, thorough: bool = False) -> bool:
         """Return whether the function may have written the leaf; `thorough` asks the kernel about writes that nothing noted."""
         leaf = self.leaf
-        if leaf._version != self.version or leaf.data_ptr() != self._address:
+        if leaf._version != self._version or leaf.data_ptr() != self._address:
             return True
         if self._before is not None:
             return True
-        if self._is_received:  # its numbers differ for this reason
-            return False
         if self._probe is not None:
             return bool(self._probe.tobytes() != self._start)
         mapped = self.remote.mapped if thorough else None
@@ -185,29 +132,35 @@ class DenseParameter:
             self._before = self.leaf.detach().clone()
 
     def is_changed(self) -> bool:
-        """Return whether the leaf's value may differ from the one that the function began with."""
-        return self._before is None or not torch.equal(self._before, self.leaf.detach())
+        """Return whether the value of a written leaf may differ from the one that the function began with."""
+        if self._before is None:
+            return True
+        if have_same_bits(self._before, self.leaf.detach()):
+            return False
+        mapped = self.remote.mapped if self.leaf.data_ptr() == self._address else None
+        # Of a live value, another worker may have made the difference.
+        return not self.is_live or mapped is None or mapped[0].may_be_overwritten()
 
-    def undo_write(self) -> None:
-        """Restore the servers' value."""
-        self._before = None
-        self.leaf.data = self._data
-        self.version = self.leaf._version
+    def undo_write(self, *, watch: bool = False) -> None:
+        """Restore the servers' value; `watch`: the function may still have ``.data`` or an array."""
+        is_watched, self._before = watch and self._before is not None, None
+        self.leaf.data = self.data
+        self.note()
         if self.is_live:
             assert self.remote.mapped is not None
             self.remote.mapped[0].refresh()
         else:
             self.remote.forget_seen()  # the next refresh reads it again
-            if self._probe is not None:
-                self._start = self._probe.tobytes()
+        if is_watched:
+            self.note_data()
 
     def add_change(self, batch: WriteBatch) -> None:
         """Send the value that the function wrote."""
         value = self.leaf.detach()
-        if value.shape != self._data.shape or value.dtype != self._data.dtype:
+        if value.shape != self.data.shape or value.dtype != self.data.dtype:
             raise ForeignParameterError(
                 f"parameter {self.remote.name!r} was given {tuple(value.shape)} {value.dtype} inside a "
-                f"scheduled function: expected {tuple(self._data.shape)} {self._data.dtype}, as on the "
+                f"scheduled function: expected {tuple(self.data.shape)} {self.data.dtype}, as on the "
                 "parameter servers."
             )
         self.remote.add_assign(batch, "set", value)
@@ -291,28 +244,15 @@ class DenseParameter:
                 yield place.server, Gradient(variable=place.variable, values=part)
 
 
-def begin_closure(parameters: Iterable[DenseParameter]) -> None:
-    """Call `DenseParameter.begin_closure` where it changes something; quicker than a call for each parameter."""
-    changed = [
-        one
-        for one in parameters
-        if one.leaf._version != one.version
-        or one._before is not None
-        or one.leaf.requires_grad is not one._trained
-    ]
-    for one in changed:
-        one.begin_closure()
-
-
 def written_among(parameters: Iterable[DenseParameter]) -> list[DenseParameter]:
-    """Return those for which `DenseParameter.is_written` is true without a thorough look; quicker than a call for each."""
+    """Return those for which `DenseParameter.is_written` is true; quicker than a call for each."""
     return [
         one
         for one in parameters
-        if one.leaf._version != one.version
+        if one.leaf._version != one._version
         or one.leaf.data_ptr() != one._address
         or one._before is not None
-        or (not one.is_live and one.is_written(thorough=False))
+        or (not one.is_live and one.is_written())
     ]
 
 

@@ -6,112 +6,92 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from stratagem._core.torch_patches.private_api import version_of
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
+from stratagem._ps.types import have_same_bits
 from stratagem._ps.worker.dense_parameter import COMPARED
-from stratagem._ps.worker.worker_copies import CopyMemory
+from stratagem._ps.worker.worker_copies import LocalValue
 
 
-class WorkerBuffer:
-    """Copy of one buffer on this worker."""
+class WorkerBuffer(LocalValue):
+    """Copy of one buffer on this worker.
 
-    __slots__ = (
-        "_memory",
-        "_replacement",
-        "_sent_version",
-        "_stored",
-        "counts",
-        "remote",
-        "start",
-        "tensor",
-        "version",
-    )
+    Attributes:
+        tensor: what functions see.
+        counts: increases of several workers add up.
+    """
+
+    __slots__ = ("_noted", "_replacement", "_start", "_stored", "counts", "tensor")
 
     def __init__(self, remote: RemoteVariable, *, counts: bool) -> None:
-        # A tensor that the function assigned to the buffer's name: the tensor, the module's dict, the name.
-        self._replacement: tuple[Tensor, dict[str, Tensor | None], str] | None = None
-        self._sent_version: int | None = None  # of the replacement
-        self._memory: CopyMemory | None = None
-        self.remote = remote
         self.counts = counts
         self.tensor = remote.read()
         self._stored = self.tensor.shape, self.tensor.dtype
-        self.version = self.tensor._version
+        # A tensor that the function assigned to the buffer's name: the tensor, the module's dict, the name.
+        self._replacement: tuple[Tensor, dict[str, Tensor | None], str] | None = None
         # Batch normalisation writes its statistics without counting a version, so that small
         # buffers are compared by value.
-        self.start = self.tensor.clone() if self.tensor.numel() <= COMPARED else None
+        self._start = self.tensor.clone() if self.tensor.numel() <= COMPARED else None
+        super().__init__(remote, self.tensor.data)
+        self.note()
 
     @property
+    def _present(self) -> Tensor:
+        return self.tensor if self._replacement is None else self._replacement[0]
+
+    @property
+    @override
     def is_refreshable(self) -> bool:
-        """True if `take` may replace the value: the function has not assigned another tensor."""
         return self._replacement is None
 
-    def take(self, parts: Sequence[memoryview | None]) -> None:
-        """Take over new values of the servers, one for each shard that has changed.
-
-        This counts no version of the tensor: a layer may have saved the buffer for its backward pass, as batch
-        normalisation does, and new values of other workers are no mistake of the function.
-        """
-        if self._memory is None:
+    @override
+    def take(self, values: Sequence[memoryview | None]) -> None:
+        if self.parts is None:  # torch does not resize memory with parts
             self._check_form(self.tensor)
-            self._memory = CopyMemory(self.remote, self.tensor.data)  # torch resizes it no more
-        self._memory.fill(parts)
-        self._note()
+        super().take(values)
 
-    def memory(self, shard: int) -> None:
-        """Let `take` copy new values: layers write buffers themselves."""
+    @override
+    def note(self) -> None:
+        self._noted = self._present, version_of(self._present)
+        if self._start is not None:
+            self._start.copy_(self._present.detach())
 
-    def take_back(self) -> None:
-        """Discard what a failed function wrote: the next refresh reads the server's value."""
-        if self._replacement is not None or self.is_changed():
-            self.remote.forget_seen()
-        if self.tensor.shape != self._stored[0]:  # a layer resized it in place
-            self.tensor.data = self.tensor.new_zeros(self._stored[0])
-        self.put_back()
+    def is_changed(self) -> bool:
+        """Return whether the step wrote the buffer."""
+        present = self._present
+        if self._start is not None:
+            return not have_same_bits(present.detach(), self._start)
+        return self._noted[0] is not present or self._noted[1] != version_of(present)
+
+    def add_change(self, batch: WriteBatch) -> None:
+        """Add the change to a batch: a counter's increase, any other buffer's new value."""
+        present = self._present.detach()
+        self._check_form(present)
+        if self.counts and self._start is not None:
+            self.remote.add_assign(batch, "add", present - self._start)
+        else:
+            self.remote.add_assign(batch, "set", present)
+        self.note()
 
     def put(self, tensor: Tensor, buffers: dict[str, Tensor | None], name: str) -> None:
         """Note that the function assigned a tensor to the buffer's name in a module."""
         self._replacement = None if tensor is self.tensor else (tensor, buffers, name)
-        self._sent_version = None
 
-    def put_back(self) -> None:
-        """Give the module the worker's copy back at the function's end."""
+    def end_closure(self, *, succeeded: bool) -> None:
+        """Give the module the worker's copy back; discard what a failed function wrote."""
+        if self._replacement is not None or (not succeeded and self.is_changed()):
+            self.remote.forget_seen()  # the next refresh reads it again
+        if self.tensor.shape != self._stored[0] and not succeeded:  # a layer resized it in place
+            self.tensor.data = self.tensor.new_zeros(self._stored[0])
+            self.replace_memory(self.tensor.data)
         if self._replacement is not None:
             _, buffers, name = self._replacement
             self._replacement = None
             dict.__setitem__(buffers, name, self.tensor)
-            self.remote.forget_seen()
-
-    def is_changed(self) -> bool:
-        """Return whether the step wrote the buffer."""
-        if self._replacement is not None:
-            instead = self._replacement[0]
-            if self.start is None or not _are_alike(instead, self.start):
-                return version_of(instead) != self._sent_version
-            return not torch.equal(instead, self.start)
-        if self.start is not None:
-            return not torch.equal(self.tensor, self.start)
-        return self.tensor._version != self.version
-
-    def add_change(self, batch: WriteBatch) -> None:
-        """Add the change to a batch: a counter's increase, any other buffer's new value."""
-        current = self.tensor if self._replacement is None else self._replacement[0].detach()
-        self._check_form(current)
-        if self.counts and self.start is not None:
-            self.remote.add_assign(batch, "add", current - self.start)
-        else:
-            self.remote.add_assign(batch, "set", current)
-        if self._replacement is None:
-            self._note()
-            return
-        self._sent_version = version_of(current)
-        if self.start is not None:
-            self.start.copy_(current)
 
     def _check_form(self, tensor: Tensor) -> None:
         shape, dtype = self._stored
@@ -122,15 +102,6 @@ class WorkerBuffer:
                 "same. If its layer finds the size in its first forward pass, as observers of quantization do, "
                 "make one forward pass on the coordinator before the first schedule()."
             )
-
-    def _note(self) -> None:
-        self.version = self.tensor._version
-        if self.start is not None:
-            self.start.copy_(self.tensor.detach())
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 class NewBuffers:
@@ -167,8 +138,8 @@ class NewBuffers:
                 f"stay this worker's own. {_INSTEAD}"
             )
 
-    def take_back(self) -> str | None:
-        """Remove the function's new buffers of the state dict; return an error text if there was one.
+    def take_back(self) -> ValueError | None:
+        """Remove the function's new buffers of the state dict; return an error if there was one.
 
         The next function that registers such a buffer gets the error, too.
         """
@@ -179,7 +150,7 @@ class NewBuffers:
             is_own = name in module._non_persistent_buffers_set or name not in held
             if not is_own and dict.__getitem__(held, name) is not None:
                 tensor = dict.pop(held, name)
-                found = (
+                found = ValueError(
                     f"buffer {name!r} of {type(module).__name__}, {tuple(tensor.shape)} {tensor.dtype}, "
                     "was registered inside a scheduled function: no parameter server knows it, and it "
                     f"would stay this worker's own. {_INSTEAD}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -28,44 +28,52 @@ FRESH_S: Final = 0.005
 """How old copies may be that a closure uses without asking the servers; as long as a few steps of a small model."""
 
 
-class WorkerCopy(Protocol):
-    """A parameter or buffer that is a copy."""
+class LocalValue:
+    """A variable's value in this process: the memory of a parameter or buffer that functions see.
 
-    remote: RemoteVariable
+    Attributes:
+        remote: the variable on the servers.
+        data: a tensor over the memory.
+        parts: the bytes of each shard, where its new value may be received; None before the first one.
+    """
+
+    __slots__ = ("_ordered", "data", "parts", "remote")
+
+    def __init__(self, remote: RemoteVariable, data: Tensor) -> None:
+        self.remote = remote
+        self.replace_memory(data)
+
+    def replace_memory(self, data: Tensor) -> None:
+        """Use other memory."""
+        self.data = data
+        self.parts: list[memoryview] | None = None
 
     @property
     def is_refreshable(self) -> bool:
         """True if `take` may replace the value now."""
+        return True
 
-    def take(self, parts: Sequence[memoryview | None]) -> None:
-        """Take over the bytes of new values, one for each shard that has changed."""
+    def note(self) -> None:
+        """Note that the value is the servers'."""
 
-    def memory(self, shard: int) -> memoryview | None:
-        """Return where the bytes of a shard may be received, which `take` then gets; None if it is to copy them."""
+    def take(self, values: Sequence[memoryview | None]) -> None:
+        """Take over the bytes of new values, one for each shard that has changed.
 
-
-@final
-class CopyMemory:
-    """The memory of a copy, by shards."""
-
-    __slots__ = ("_target", "parts")
-
-    def __init__(self, remote: RemoteVariable, target: Tensor) -> None:
-        self._target = None if target.is_contiguous() else target
-        self.parts = [codec.bytes_of(one) for one in remote.cut(target) if self._target is None]
-
-    def fill(self, parts: Sequence[memoryview | None]) -> None:
-        """Overwrite the shards that are given."""
-        if self._target is not None:  # another order of dimensions: the variable has one shard
-            for part in parts:
-                if part is not None and self._target.numel():
-                    given = torch.frombuffer(part, dtype=self._target.dtype)
-                    with torch.no_grad():
-                        self._target.copy_(given.view(self._target.shape))
-            return
-        for target, part in zip(self.parts, parts, strict=True):
-            if part is not None and part is not target:  # else it was received there
-                target[:] = part
+        This counts no version: a layer may have saved the tensor for its backward pass, and new values of other workers are no mistake of
+        the function.
+        """
+        if self.parts is None:  # servers keep the dimensions in order
+            data = self.data
+            self._ordered = (
+                data if data.is_contiguous() else torch.empty(data.shape, dtype=data.dtype)
+            )
+            self.parts = [codec.bytes_of(one) for one in self.remote.cut(self._ordered)]
+        for target, value in zip(self.parts, values, strict=True):
+            if value is not None and value is not target:  # else it was received there
+                target[:] = value
+        if self._ordered is not self.data:
+            self.data.data.copy_(self._ordered)
+        self.note()
 
 
 @final
@@ -74,9 +82,8 @@ class WorkerCopies:
 
     def __init__(self, client: PsClient) -> None:
         self._client = client
-        self._copies: list[WorkerCopy] = []
-        self._by_place: dict[tuple[int, int], tuple[WorkerCopy, int]] = {}  # with the shard
-        self._deleted: list[WorkerCopy] = []
+        self._copies: list[LocalValue] = []
+        self._by_place: dict[tuple[int, int], tuple[LocalValue, int]] = {}  # with the shard
         self.is_receiving = False
         """True if copies may hold parts of new values, until `refresh` has all of them."""
         self._asked_at = -math.inf  # no later than the last read of all copies
@@ -86,13 +93,13 @@ class WorkerCopies:
     def __bool__(self) -> bool:
         return bool(self._copies)
 
-    def add(self, copy: WorkerCopy) -> None:
+    def add(self, copy: LocalValue) -> None:
         """Keep a copy up to date from now on."""
         self._copies.append(copy)  # its value has just been read
         for shard, place in enumerate(copy.remote.places):
             self._by_place[place.server, place.variable] = copy, shard
 
-    def remove(self, copy: WorkerCopy) -> None:
+    def remove(self, copy: LocalValue) -> None:
         """Forget a copy."""
         self._copies = [one for one in self._copies if one is not copy]
         for place in copy.remote.places:
@@ -135,7 +142,7 @@ class WorkerCopies:
 
     def _update(self, found: dict[tuple[int, int], Newer]) -> None:
         """Take over known values, and ask for the others."""
-        remote: list[WorkerCopy] = []
+        remote: list[LocalValue] = []
         for copy in self._copies:
             if copy.remote.mapped is None:
                 if copy.is_refreshable:
@@ -170,16 +177,14 @@ class WorkerCopies:
 
         Until `refresh` has got the whole value, the copy counts as one that has no value of any version.
         """
-        known = self._by_place.get((server, variable))
-        if known is None or known[0].remote.mapped is not None or not known[0].is_refreshable:
+        copy, shard = self._by_place.get((server, variable), (None, 0))
+        if copy is None or copy.parts is None or not copy.is_refreshable:
             return None
-        memory = known[0].memory(known[1])
-        if memory is not None:
-            known[0].remote.forget_seen()
-            self.is_receiving = True
-        return memory
+        copy.remote.forget_seen()
+        self.is_receiving = True
+        return copy.parts[shard]
 
-    def _remove_deleted(self, copies: Sequence[WorkerCopy]) -> list[WorkerCopy]:
+    def _remove_deleted(self, copies: Sequence[LocalValue]) -> list[LocalValue]:
         """Forget the copies whose variables the coordinator has deleted; return the others.
 
         Raises:
@@ -194,26 +199,20 @@ class WorkerCopies:
             except NotFoundError:
                 self._client.versions(copy.remote.places[0].server)  # raises if the session is over
                 self.remove(copy)
-                self._deleted.append(copy)
         return kept
-
-    def take_deleted(self) -> list[WorkerCopy]:
-        """Return, once, the copies whose variables the coordinator has deleted."""
-        found, self._deleted = self._deleted, []
-        return found
 
     @override
     def __repr__(self) -> str:
         return f"<WorkerCopies {len(self._copies)} copies>"
 
 
-def _places(copies: Sequence[WorkerCopy]) -> list[tuple[ShardLocation, int]]:
+def _places(copies: Sequence[LocalValue]) -> list[tuple[ShardLocation, int]]:
     return [
         pair for copy in copies for pair in zip(copy.remote.places, copy.remote.seen, strict=True)
     ]
 
 
-def _is_known(copy: WorkerCopy, found: Mapping[tuple[int, int], Newer]) -> bool:
+def _is_known(copy: LocalValue, found: Mapping[tuple[int, int], Newer]) -> bool:
     """Return whether the answers hold the copy's newest value, or the copy has it."""
     for place, seen in zip(copy.remote.places, copy.remote.seen, strict=True):
         newer = found.get((place.server, place.variable))
@@ -222,14 +221,14 @@ def _is_known(copy: WorkerCopy, found: Mapping[tuple[int, int], Newer]) -> bool:
     return True
 
 
-def _take(copy: WorkerCopy, found: Mapping[tuple[int, int], Newer]) -> None:
+def _take(copy: LocalValue, found: Mapping[tuple[int, int], Newer]) -> None:
     newer = [found[place.server, place.variable] for place in copy.remote.places]
     if any(value is not None for value, _ in newer):
         copy.take([value for value, _ in newer])
         copy.remote.seen = tuple(version for _, version in newer)
 
 
-def _take_mapped(copy: WorkerCopy) -> None:
+def _take_mapped(copy: LocalValue) -> None:
     """Copy from shared memory if the server has written."""
     mapped = copy.remote.mapped
     assert mapped is not None

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from stratagem._ps.training_state import Advance, StateSnapshot
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder, WatchedGroup
 from stratagem._ps.worker.entry_changes import EntryWriter
 from stratagem._ps.worker.step_state import StateOnServers, refuse_changes
-from stratagem._ps.worker.worker_variables import WorkerClosure, WorkerVariables
+from stratagem._ps.worker.worker_variables import WorkerVariables
 from stratagem._wire.handshake import ClusterKey
 from stratagem.errors import NotFoundError
 
@@ -189,7 +190,7 @@ class WorkerObjects:
 
     def closure(
         self, number: int, *, exactly_once: bool, quick: bool, arrived: float
-    ) -> WorkerClosure:
+    ) -> AbstractContextManager[None]:
         """Return a context manager around one closure: fresh values, the strategy's scope."""
         return self._variables.closure(
             number,
@@ -249,18 +250,11 @@ class WorkerObjects:
             requires_grad=definition.requires_grad,
             as_table=definition.as_table,
             channels_last=definition.channels_last,
-            is_replicated=self._strategy.num_replicas_in_sync > 1,
         )
-        if self._strategy.num_replicas_in_sync == 1:
-            self._variables.keep_gradient_in_slot(parameter)
-        else:
+        if self._strategy.num_replicas_in_sync > 1:
+            kind = ReplicatedTable if isinstance(parameter, TableParameter) else ReplicatedParameter
             name = definition.description.name
-            if isinstance(parameter, TableParameter):
-                self._all_managed.append(ReplicatedTable(parameter, self._strategy, name))
-            else:
-                self._all_managed.append(
-                    ReplicatedParameter(parameter, strategy=self._strategy, name=name)
-                )
+            self._all_managed.append(kind(cast("Any", parameter), self._strategy, name))
         return parameter
 
     def _fill(self, token: Any, state: Any) -> None:

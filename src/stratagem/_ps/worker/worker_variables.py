@@ -18,9 +18,8 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from stratagem._ps.placement import Description
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.tables.worker_rows import WorkerRows
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder
-from stratagem._ps.worker.dense_parameter import DenseParameter, begin_closure
+from stratagem._ps.worker.dense_parameter import DenseParameter
 from stratagem._ps.worker.gradient_push import WATCHED, StepBuilder
 from stratagem._ps.worker.round_steps import RoundSteps
 from stratagem._ps.worker.step_state import WrapperStates
@@ -73,20 +72,21 @@ class WorkerVariables:
         self._copies = WorkerCopies(client)
         self._failed_step: BaseException | None = None  # of the present closure
         self._tables: dict[int, tuple[TableParameter, RemoteVariable]] = {}  # id(table)
-        self._buffers: list[WorkerBuffer] = []
-        self._by_tensor: dict[int, WorkerBuffer] = {}
+        self._buffers: dict[int, WorkerBuffer] = {}
         self.new_buffers = NewBuffers()
         self.wrappers = WrapperStates()
         self._remotes: weakref.WeakSet[RemoteVariable] = weakref.WeakSet()
-        # Whether these are all live parameters, and those whose versions are noted when they are read.
-        self._noted: tuple[bool, list[tuple[RemoteVariable, MappedVariable]]] | None = None
+        # Live parameters whose versions are noted when they are read; of a sole worker, which may write them, all.
+        self._noted: list[tuple[RemoteVariable, MappedVariable]] | None = None
         self._has_moved = False  # a backup has taken variables over: parameters lie over old memory
         if client.failover is not None:
             client.failover.on_move = self._forget_memory
         self._written = WrittenParameters(self._dense, is_sole=is_sole)
         self._steps = StepBuilder(client, self._dense, self._tables, held=rounds)
-        is_one = replicas == 1  # gradients of several are written into the leaves at each step
-        self._round = RoundSteps(self._dense, self._tables, compares=is_one) if rounds else None
+        self._is_replicated = replicas > 1
+        # Gradients of several replicas are written into the leaves at each step.
+        compares = not self._is_replicated
+        self._round = RoundSteps(self._dense, self._tables, compares=compares) if rounds else None
         counting = metrics if registry is None else registry
         self._staleness = counting.distribution("ps.staleness")
         self._push_time = counting.timer("ps.push")
@@ -123,12 +123,11 @@ class WorkerVariables:
         requires_grad: bool,
         as_table: bool,
         channels_last: bool = False,
-        is_replicated: bool = False,
     ) -> nn.Parameter:
-        """Return a new parameter for a variable; `is_replicated`: several replicas of this worker use it."""
+        """Return a new parameter for a variable."""
         remote = self.remote(description)
         if as_table:
-            may_write = self._written.is_sole and not is_replicated
+            may_write = self._written.is_sole and not self._is_replicated
             source = WorkerRows(remote, self._written.copied, may_write=may_write)
             table = TableParameter.over(source, requires_grad=requires_grad)
             self._tables[id(table)] = (table, remote)
@@ -138,36 +137,29 @@ class WorkerVariables:
         self._noted = None
         if not dense.is_live:
             self._copies.add(dense)
-        return dense.leaf
-
-    def keep_gradient_in_slot(self, parameter: nn.Parameter) -> None:
-        """Accumulate a large gradient of a dense parameter in memory that servers read.
-
-        Not for parameters of several replicas: their gradients come from the replicas' leaves.
-        """
-        dense = self._dense.get(id(parameter))
-        if dense is not None:
+        if not self._is_replicated:  # else gradients come from the replicas' leaves
             dense.keep_gradient_in_slot()
+        return dense.leaf
 
     def buffer(self, description: Description, *, counts: bool) -> Tensor:
         """Return a new copy of a buffer; `counts`: increases of several workers add up."""
         made = WorkerBuffer(self.remote(description), counts=counts)
-        self._buffers.append(made)
         self._copies.add(made)
-        self._by_tensor[id(made.tensor)] = made
+        self._buffers[id(made.tensor)] = made
         return made.tensor
 
     def watched(self, buffers: dict[str, Any]) -> dict[str, Any]:
         """Return a module's dict of buffers that also sends tensors assigned to their names."""
         found = {
-            name: self._by_tensor[id(value)]
+            name: self._buffers[id(value)]
             for name, value in buffers.items()
-            if id(value) in self._by_tensor
+            if id(value) in self._buffers
         }
         return WatchedBuffers(buffers, found) if buffers else buffers
 
     # -------------------------------------------------------------- around a closure
 
+    @contextmanager
     def closure(
         self,
         number: int = 0,
@@ -177,8 +169,8 @@ class WorkerVariables:
         arrived: float = math.inf,
         scope: AbstractContextManager[Any] = _NO_SCOPE,
         recorder: AdvanceRecorder | None = None,
-    ) -> WorkerClosure:
-        """Return a context around one scheduled function: it refreshes copies and sends changes.
+    ) -> Iterator[None]:
+        """Run one scheduled function: refresh copies before it and send changes after it.
 
         Args:
             number: number of the closure.
@@ -192,15 +184,26 @@ class WorkerVariables:
             ForeignParameterError: at the end, if the function wrote into a parameter that cannot be sent.
             ValueError: at the end, if it registered a buffer that no server knows.
         """
-        return WorkerClosure(
-            self,
-            number,
-            scope,
-            recorder,
-            exactly_once=exactly_once,
-            gathers=gathers,
-            arrived=arrived,
-        )
+        outbox = self.client.outbox
+        with scope:
+            try:
+                outbox.begin_closure(number, exactly_once=exactly_once, gathers=gathers)
+                self._begin_closure(arrived)
+                recorder = recorder or AdvanceRecorder()
+                recorder.begin()
+                succeeded = False
+                try:
+                    try:
+                        yield
+                    except BaseException:
+                        self._end_closure(succeeded=False)
+                        raise
+                    self._end_closure(succeeded=True)
+                    succeeded = True
+                finally:
+                    recorder.end(succeeded=succeeded)
+            finally:
+                outbox.end_closure()
 
     def _begin_closure(self, arrived: float) -> None:
         self.wrappers.begin()
@@ -209,55 +212,40 @@ class WorkerVariables:
             remote.keys.clocks.clear()  # of lookups without a step
         if self._round is not None:
             self._round.begin_closure()
-        if self._dense or self._buffers:
+        if self._dense or self._copies:
             if not self.client.outbox.is_idle:  # this closure reads them
                 with self._wait_time.measure():
                     self.client.wait_for_writes()
             self._follow_move()
             if not self._copies.are_fresh(arrived):
-                self.refresh()
+                self._refresh()
             self._note_reads()
-            begin_closure(self._dense.values())
 
     def _end_closure(self, *, succeeded: bool) -> None:
-        written: list[DenseParameter] = []
-        may_be_written = True
         try:
+            if succeeded and self._failed_step is not None:
+                raise self._failed_step  # the function went on as if the step had been made
             if succeeded:
                 self.wrappers.check()
-                may_be_written = self._send_changes()
-            else:
-                for buffer in self._buffers:
-                    buffer.take_back()
-                self._written.discard()
+                self._send_changes()
+        except BaseException:
+            succeeded = False
+            raise
         finally:
-            # All parameters, after an error too: a page that this process wrote hides what the server
-            # writes there from all later closures.
-            if self._dense:
-                written = self._written.undo(may_be=may_be_written)
-            self._written.forget_copies()
-            for buffer in self._buffers:
-                buffer.put_back()
+            # After an error too: a page that this process wrote hides what the server writes there from all later closures.
+            unnoted = self._written.undo()
+            for buffer in self._buffers.values():
+                buffer.end_closure(succeeded=succeeded)
             unknown = self.new_buffers.take_back()
-        if succeeded and self._failed_step is not None:
-            raise self._failed_step  # the function went on as if the step had been made
-        if written and succeeded:
-            raise self._written.refusal(written[0])
-        if unknown is not None and succeeded:
-            raise ValueError(unknown)
+        for error in (unnoted, unknown):
+            if succeeded and error is not None:
+                raise error
 
-    def refresh(self) -> None:
+    def _refresh(self, *known: Any) -> None:
         """Update copies; parameters over shared memory are current."""
         if self._copies:
             with self._refresh_time.measure():
-                self._copies.refresh()
-            self._remove_deleted()
-
-    def _remove_deleted(self) -> None:
-        """Forget buffers that the coordinator has deleted."""
-        for copy in self._copies.take_deleted():
-            if isinstance(copy, WorkerBuffer):
-                self._buffers.remove(copy)
+                self._copies.refresh(*known)
 
     # -------------------------------------------------------------- an optimizer's step
 
@@ -274,21 +262,18 @@ class WorkerVariables:
             if self._round is not None:
                 self._round.note(number, optimizer)
             settings = changed_settings(optimizer, initial)
-            changed = [buffer for buffer in self._buffers if buffer.is_changed()]
-            written, tables = self._written.find(), self._written.tables()
+            changed = [buffer for buffer in self._buffers.values() if buffer.is_changed()]
+            written = self._written.find()
             trained: Any = ()
 
             def first(batch: WriteBatch) -> None:
                 nonlocal trained
-                trained = self._written.add_changes(written, tables, batch)
+                trained = written.add_changes(batch)
+                for buffer in changed:
+                    buffer.add_change(batch)
 
-            kept = not changed and not written and not tables
-            step = self._steps.build(number, optimizer, settings, None if kept else first)
-            for buffer in changed:
-                buffer.add_change(step.batch)
-            for dense in written:
-                if not dense.is_live:
-                    dense.remote.forget_seen()  # `reads` then asks for its value in any case
+            first_if_any = first if changed or written else None
+            step = self._steps.build(number, optimizer, settings, first_if_any)
             if step.batch.is_empty:
                 return
             generation = buffers.generation
@@ -305,17 +290,13 @@ class WorkerVariables:
                 if generation != buffers.generation or not client.outbox.is_idle:
                     self._leave_slots()
                 raise
-        for dense in written:
-            dense.undo_write()
+        written.undo()
         self._written.check(trained, versions, own=2)
         self._written.follow_step()
         self._note_staleness(step.watched, versions)
         self._follow_move()
-        if self._copies:
-            with self._refresh_time.measure():
-                self._copies.refresh(client.outbox.values, asked)
-            client.outbox.values.clear()
-            self._remove_deleted()
+        self._refresh(client.outbox.values, asked)
+        client.outbox.values.clear()
         self._note_reads()
 
     def _leave_slots(self) -> None:
@@ -334,10 +315,8 @@ class WorkerVariables:
             dense.release()
             self._copies.remove(dense)
         self._tables.pop(id(tensor), None)
-        buffer = self._by_tensor.pop(id(tensor), None)
+        buffer = self._buffers.pop(id(tensor), None)
         if buffer is not None:
-            if buffer in self._buffers:  # else a refresh has found that the coordinator deleted it
-                self._buffers.remove(buffer)
             self._copies.remove(buffer)
         self._steps.forget()
 
@@ -348,30 +327,26 @@ class WorkerVariables:
         self._copies.clear()
         self._tables.clear()
         self._buffers.clear()
-        self._by_tensor.clear()
         self._steps.forget()
 
-    def _send_changes(self) -> bool:
-        """Send the buffers and parameters that the function wrote; return whether it may have written parameters."""
-        buffers = [buffer for buffer in self._buffers if buffer.is_changed()]
-        suspects = self._written.suspects()
-        written, tables = self._written.allowed(suspects), self._written.tables()
-        if not buffers and not written and not tables:
-            return bool(suspects)
+    def _send_changes(self) -> None:
+        """Send the buffers and parameters that the function wrote."""
+        buffers = [buffer for buffer in self._buffers.values() if buffer.is_changed()]
+        written = self._written.find()
+        if not buffers and not written:
+            return
         versions: Mapping[tuple[int, int], int] = {}
         with self.client.lock:
             batch = self.client.batch()
             for buffer in buffers:
                 buffer.add_change(batch)
-            trained = self._written.add_changes(written, tables, batch)
+            trained = written.add_changes(batch)
             if not batch.is_empty:
                 self.client.send(batch)
             if trained:
                 versions = self.client.wait_for_writes()
-        for dense in written:
-            dense.undo_write()
+        written.undo()
         self._written.check(trained, versions, own=1)
-        return bool(suspects)
 
     def _note_staleness(
         self, watched: list[RemoteVariable], versions: Mapping[tuple[int, int], int]
@@ -388,12 +363,12 @@ class WorkerVariables:
 
     def _note_reads(self) -> None:
         """Note the versions of parameters over shared memory, which are read from now on."""
-        every = self._written.has_sent
-        if self._noted is None or self._noted[0] is not every:
-            dense = itertools.islice(self._dense.values(), None if every else WATCHED)
-            live = [one.remote for one in dense if one.is_live]
-            self._noted = every, [(one, one.mapped[0]) for one in live if one.mapped is not None]
-        for remote, mapped in self._noted[1]:
+        if self._noted is None:
+            some = None if self._written.is_sole else WATCHED
+            live = [one for one in itertools.islice(self._dense.values(), some) if one.is_live]
+            pairs = [(one.remote, one.remote.mapped) for one in live]
+            self._noted = [(one, mapped[0]) for one, mapped in pairs if mapped is not None]
+        for remote, mapped in self._noted:
             remote.seen = (mapped.version,)
 
     @override
@@ -402,70 +377,3 @@ class WorkerVariables:
             f"<WorkerVariables {len(self._dense)} parameters, {len(self._tables)} tables, "
             f"{len(self._buffers)} buffers>"
         )
-
-
-class WorkerClosure:
-    """Context around one scheduled function; made by `WorkerVariables.closure`.
-
-    Not an ``ExitStack``: it is used for every closure, and some take 50 µs.
-    """
-
-    __slots__ = (
-        "_arrived",
-        "_exactly_once",
-        "_gathers",
-        "_number",
-        "_recorder",
-        "_scope",
-        "_variables",
-    )
-
-    def __init__(
-        self,
-        variables: WorkerVariables,
-        number: int,
-        scope: AbstractContextManager[Any],
-        recorder: AdvanceRecorder | None,
-        *,
-        exactly_once: bool,
-        gathers: bool,
-        arrived: float,
-    ) -> None:
-        self._variables = variables
-        self._arrived = arrived
-        self._number = number
-        self._scope = scope
-        self._recorder = recorder
-        self._exactly_once = exactly_once
-        self._gathers = gathers
-
-    def __enter__(self) -> None:
-        outbox = self._variables.client.outbox
-        self._scope.__enter__()
-        try:
-            outbox.begin_closure(
-                self._number, exactly_once=self._exactly_once, gathers=self._gathers
-            )
-            self._variables._begin_closure(self._arrived)
-            if self._recorder is not None:
-                self._recorder.begin()
-        except BaseException as error:  # Ctrl-C, too
-            outbox.end_closure()
-            self._scope.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        succeeded = False
-        try:
-            self._variables._end_closure(succeeded=exc is None)
-            succeeded = exc is None
-        finally:
-            if self._recorder is not None:
-                self._recorder.end(succeeded=succeeded)
-            self._variables.client.outbox.end_closure()
-            self._scope.__exit__(exc_type, exc, traceback)

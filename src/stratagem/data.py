@@ -21,19 +21,11 @@ from stratagem._data.node import INFINITE, UNKNOWN
 from stratagem._data.options import SHARD_HINT, AutoShardPolicy, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE
 from stratagem._data.ragged import Ragged
-from stratagem._data.readers import (
-    Bad,
-    CsvReader,
-    LineReader,
-    NumpyReader,
-    ParquetReader,
-    Reader,
-    TFRecordReader,
-    write_tfrecords,
-)
+from stratagem._data.readers import Bad, LineReader, Reader
 from stratagem._data.row_ranges import RowRange
 from stratagem._data.seeds import ElementRng
 from stratagem._data.specs import ObjectSpec, PerReplicaSpec, TensorSpec
+from stratagem._data.tfrecord_files import TFRecordReader, write_tfrecords
 from stratagem._data.tfrecord_format import Feature
 
 __all__ = [
@@ -44,7 +36,6 @@ __all__ = [
     "AutoShardPolicy",
     "Bad",
     "ColumnOptions",
-    "CsvReader",
     "Dataset",
     "DatasetIterator",
     "DistributeOptions",
@@ -53,11 +44,9 @@ __all__ = [
     "ElementRng",
     "Feature",
     "LineReader",
-    "NumpyReader",
     "ObjectSpec",
     "OptionalElement",
     "Options",
-    "ParquetReader",
     "PerReplicaSpec",
     "Ragged",
     "Reader",

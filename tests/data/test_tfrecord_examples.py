@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import struct
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem._data.checksum import masked_crc32c, masked_crc32c_many
 from stratagem.data import Dataset, Feature, Ragged, write_tfrecords
 from tests.data.columnar_files import example, plain
 
@@ -117,16 +115,6 @@ def test_many_records_over_several_blocks(tmp_path, monkeypatch):
     write_tfrecords(path, [example({"n": [v], "pad": [b"x" * (v % 700)]}) for v in values])
     batches = list(Dataset.from_tfrecord(path, {"n": torch.int64}, 64))
     assert [v for batch in batches for v in batch["n"].tolist()] == values
-
-
-@settings(max_examples=60, deadline=None)
-@given(pieces=st.lists(st.binary(max_size=40), max_size=12), long=st.integers(0, 3000))
-def test_checksums_of_many_pieces(pieces, long):
-    pieces = [*pieces, bytes(i * 31 % 256 for i in range(long))]
-    data = np.frombuffer(bytes(8) + b"".join(pieces) + bytes(8), dtype=np.uint8)
-    lengths = np.array([len(piece) for piece in pieces])
-    starts = 8 + np.cumsum(lengths) - lengths
-    assert masked_crc32c_many(data, starts, lengths).tolist() == [masked_crc32c(p) for p in pieces]
 
 
 @pytest.mark.parametrize("cut", range(1, 40))

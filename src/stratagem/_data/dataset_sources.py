@@ -22,9 +22,9 @@ from stratagem._data.column_formats import (
     TableFormat,
 )
 from stratagem._data.csv_format import CsvFormat
-from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expand
+from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expand, reader_for
 from stratagem._data.node import Node, replaced, walk
-from stratagem._data.readers import Reader, reader_for
+from stratagem._data.readers import Reader
 from stratagem._data.row_ranges import ColumnFormat, RangeSource, RowRange
 from stratagem._data.sources import GeneratorNode, RangeNode, SlicesNode, TensorsNode
 from stratagem._data.tfrecord_format import Feature, TFRecordFormat
@@ -157,17 +157,16 @@ class DatasetSources(ABC):
 
         Args:
             patterns: a path or pattern, or a list of them.
-            reader: a `Reader`, or "lines", "csv", "numpy", "parquet", "tfrecord"; by default the file
-                names decide.
+            reader: a `Reader`, or "lines" or "tfrecord"; by default the file names decide.
             on_error: "raise", or "skip" to skip unreadable records and files. The iterator's ``skipped``
                 lists them, and a warning at the end counts them.
 
         Example:
             >>> import stratagem as sg, pathlib, tempfile
-            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.csv")
-            >>> _ = path.write_text("x\n1\nbad\n3\n")
-            >>> [int(r["x"]) for r in sg.data.Dataset.from_files(path).take(1)]
-            [1]
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
+            >>> _ = path.write_text("one\ntwo\n")
+            >>> list(sg.data.Dataset.from_files(path))
+            ['one', 'two']
         """
         paths = expand(patterns)
         return cls(FilesNode(paths, reader_for(reader, paths), on_error))

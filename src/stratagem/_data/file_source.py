@@ -1,4 +1,4 @@
-"""Source of records from files: the files, their order, and the handling of unreadable records."""
+"""Source of records from files: the files, their order, their reader, and the handling of unreadable records."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing_extensions import override
 from stratagem._data import nests, specs
 from stratagem._data.cursor import END, Cursor, CursorContext, Skipped
 from stratagem._data.node import Node
-from stratagem._data.readers import Bad, Reader
+from stratagem._data.readers import Bad, LineReader, Reader
 from stratagem._data.row_numbers import IndexedSource
 from stratagem._data.sources import Closable
+from stratagem._data.tfrecord_files import TFRecordReader
 from stratagem.errors import CorruptRecord, MissingFile
 
 OnError = Literal["raise", "skip"]
@@ -59,6 +60,32 @@ def expand(patterns: Any) -> tuple[str, ...]:
     if not paths:
         raise ValueError(f"{patterns!r} names no file: expected at least one path or pattern")
     return tuple(paths)
+
+
+_BY_NAME: dict[str, Reader] = {"lines": LineReader(), "tfrecord": TFRecordReader()}
+_BY_SUFFIX = {".txt": "lines", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord"}
+
+
+def reader_for(choice: Reader | str | None, paths: Sequence[str]) -> Reader:
+    """Return the reader for an argument of `from_files`, or for the names of the files."""
+    if isinstance(choice, Reader):
+        return choice
+    names = ", ".join(map(repr, _BY_NAME))
+    if choice is None:
+        suffixes = {Path(path.removesuffix(".gz")).suffix for path in paths}
+        found = {_BY_SUFFIX.get(suffix) for suffix in suffixes}
+        if len(found) != 1 or None in found:
+            raise ValueError(
+                f"files ending in {', '.join(sorted(map(repr, suffixes)))} have no default reader; give reader= "
+                f"one of {names}, or a Reader. Read tables with from_parquet, from_csv, from_arrow or from_numpy; "
+                "unbatch() gives their rows."
+            )
+        (choice,) = found
+    if choice not in _BY_NAME:
+        raise ValueError(
+            f"reader={choice!r} is not a reader; expected a Reader such as sg.data.LineReader(), or one of {names}"
+        )
+    return _BY_NAME[choice]
 
 
 @final

@@ -1,11 +1,10 @@
 """TFRecord files of Examples as columns. TensorFlow is not needed.
 
-A file is read in blocks of some megabytes. NumPy checks the checksums and decodes the Examples of a block at once.
+A file is read in blocks of some megabytes. NumPy decodes the Examples of a block at once.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,17 +17,14 @@ from numpy.typing import NDArray
 
 from stratagem._data import example_proto
 from stratagem._data.arrow_columns import ColumnPlan, ColumnSelection, pyarrow
-from stratagem._data.checksum import masked_crc32c_many
 from stratagem._data.example_proto import PADDING, BadExample
-from stratagem._data.readers import open_bytes
+from stratagem._data.readers import Bad
 from stratagem._data.row_ranges import ColumnFile, ColumnFormat, RowRange
+from stratagem._data.tfrecord_files import TFRecordReader
 from stratagem.errors import CorruptRecord
 
 # Read and decoded at a time: NumPy's cost per call is spread over 10,000 records.
 _BLOCK_BYTES = 8 << 20
-# Length of a record; then 4 bytes checksum, the record, 4 bytes checksum.
-_FRAME = struct.Struct("<Q")
-_HEAD, _TAIL = 12, 4
 
 _KINDS: dict[Any, str] = {
     torch.int64: "int64",
@@ -117,7 +113,7 @@ class TFRecordFormat(ColumnFormat):
         """Return the features of the first record."""
         blocks = (block for path in files for block in read_blocks(path, verify=self.verify))
         for block in blocks:
-            record = block.data[block.starts[0] : block.starts[0] + block.lengths[0]].tobytes()
+            record = block.data[block.starts[0] : block.stops[0]].tobytes()
             dtypes: dict[str, Any] = {"int64": torch.int64, "float": torch.float32, "bytes": bytes}
             try:
                 found = example_proto.names_of(record)
@@ -135,15 +131,15 @@ class RecordBlock:
     """Some records of a file.
 
     Attributes:
-        data: bytes, with unused bytes before and after the records.
+        data: bytes, with unused bytes after the records.
         starts: first byte of each record.
-        lengths: bytes of each record.
+        stops: end of each record.
         first: number of the first record in the file.
     """
 
     data: NDArray[np.uint8]
     starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    stops: NDArray[np.int64]
     first: int
 
 
@@ -153,64 +149,27 @@ def read_blocks(path: str, *, verify: bool) -> Iterator[RecordBlock]:
     Raises:
         CorruptRecord: a checksum does not match, or the file ends within a record.
     """
-    with open_bytes(path) as file:
-        rest, first = b"", 0
-        while more := file.read(max(_BLOCK_BYTES, len(rest))):
-            text = rest + more
-            begins = _frames(text)
-            stop = begins.pop()
-            rest = text[stop:]
-            data = np.zeros(len(text) + 2 * PADDING, dtype=np.uint8)
-            data[PADDING : PADDING + len(text)] = np.frombuffer(text, dtype=np.uint8)
-            # The record that is not complete yet, too: a wrong length must not look like a short file.
-            heads = np.array([*begins, *([stop] if len(rest) >= _HEAD else [])], dtype=np.int64)
-            _check(path, data, heads + PADDING, np.full(len(heads), 8), first, "its length")
-            if begins:
-                starts = np.array(begins, dtype=np.int64)
-                lengths = np.array([*begins[1:], stop], dtype=np.int64) - starts - _HEAD - _TAIL
-                starts += PADDING + _HEAD
-                if verify:
-                    _check(path, data, starts, lengths, first, "its bytes")
-                yield RecordBlock(data, starts, lengths, first)
-                first += len(begins)
-        if rest:
+    first, size, records = 0, 0, list[bytes]()
+    for number, record in enumerate(TFRecordReader(verify=verify).records(path, 0)):
+        if isinstance(record, Bad):
             raise CorruptRecord(
-                f"record {first} of file {path!r}: the file ends within the record ({len(rest)} bytes)",
+                f"record {number} of file {path!r}: {record.reason}. Repair or remove the file.",
                 path=path,
-                record=first,
+                record=number,
             )
+        records.append(record)
+        size += len(record)
+        if size >= _BLOCK_BYTES:
+            yield _block(records, first)
+            first, size, records = number + 1, 0, []
+    if records:
+        yield _block(records, first)
 
 
-def _frames(text: bytes) -> list[int]:
-    """Return where each whole record begins, and where the last one ends."""
-    begins, begin, size = [0], 0, len(text)
-    while begin + _HEAD <= size:
-        begin += _FRAME.unpack_from(text, begin)[0] + _HEAD + _TAIL
-        if begin > size:
-            break
-        begins.append(begin)
-    return begins
-
-
-def _check(
-    path: str,
-    data: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    lengths: NDArray[Any],
-    first: int,
-    what: str,
-) -> None:
-    """Compare checksums with those after the bytes."""
-    stored = np.ndarray(len(data) - 3, dtype="<u4", buffer=data, strides=(1,))[starts + lengths]
-    wrong = np.flatnonzero(stored != masked_crc32c_many(data, starts, lengths))
-    if len(wrong):
-        number = first + int(wrong[0])
-        raise CorruptRecord(
-            f"record {number} of file {path!r}: the checksum of {what} does not match. Repair or remove "
-            "the file.",
-            path=path,
-            record=number,
-        )
+def _block(records: Sequence[bytes], first: int) -> RecordBlock:
+    data = np.frombuffer(b"".join([*records, bytes(PADDING)]), dtype=np.uint8)
+    bounds = np.cumsum([0, *map(len, records)])
+    return RecordBlock(data, bounds[:-1], bounds[1:], first)
 
 
 @final
@@ -243,8 +202,7 @@ class TFRecordColumns(ColumnFile):
             yield self._plan.convert(table, self._path)
 
     def _decode(self, block: RecordBlock) -> Any:
-        stops = block.starts + block.lengths
-        located = example_proto.locate(block.data, block.starts, stops, list(self._features))
+        located = example_proto.locate(block.data, block.starts, block.stops, list(self._features))
         columns = {}
         for name, feature in self._features.items():
             located[name].refuse_kind(name, feature.kind)

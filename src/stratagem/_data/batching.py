@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, final
 
 from typing_extensions import override
 
-from stratagem._data import batch_rows, specs
+from stratagem._data import batch_rows
 from stratagem._data.column_cursors import RebatchCursor
 from stratagem._data.cursor import END, Cursor, CursorContext, StepCursor
 from stratagem._data.node import UNKNOWN, Step
@@ -20,13 +20,7 @@ class BatchCursor(StepCursor["BatchNode"]):
 
     def __init__(self, node: BatchNode, context: CursorContext) -> None:
         super().__init__(node, context)
-        fused = context.run.fuse and isinstance(self._child, RowsCursor)
-        self._rows = cast("RowsCursor", self._child) if fused else None
-
-    @property
-    def gathers(self) -> bool:
-        """True if batches are gathered by row number."""
-        return self._rows is not None
+        self._rows = self._child if isinstance(self._child, RowsCursor) else None
 
     def next(self) -> Any:
         if self._rows is not None:
@@ -74,13 +68,6 @@ class BatchNode(Step):
             return rows
         return rows // self.size if self.drop_remainder else -(-rows // self.size)
 
-    @override
-    def spec(self) -> Any:
-        spec = self.input.spec()
-        if spec is None or self.rows_per_batch is not None:
-            return None
-        return specs.with_rows(spec, self.size if self.drop_remainder else None)
-
     @property
     @override
     def rows_vary(self) -> bool:
@@ -121,13 +108,9 @@ class UnbatchNode(Step):
 
     CURSOR = UnbatchCursor
     keeps_rows = True
+    rows_per_batch = None
     rows_vary = False
 
     @override
     def cardinality(self) -> int:
         return 0 if self.input.cardinality() == 0 else UNKNOWN
-
-    @override
-    def spec(self) -> Any:
-        spec = self.input.spec()
-        return None if spec is None else specs.of_rows(spec)

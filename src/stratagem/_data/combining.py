@@ -73,13 +73,6 @@ class ZipNode(Join):
             return 0
         return UNKNOWN if UNKNOWN in finite else min(finite)
 
-    @override
-    def spec(self) -> Any:
-        found = [node.spec() for node in self.members]
-        if any(spec is None for spec in found):
-            return None
-        return nests.map_leaves(lambda place: found[place], self.structure)
-
 
 @final
 class ConcatenateCursor(ChainCursor["ConcatenateNode"]):
@@ -112,12 +105,6 @@ class ConcatenateNode(Join):
         if INFINITE in sizes:
             return INFINITE
         return UNKNOWN if UNKNOWN in sizes else sum(sizes)
-
-    @override
-    def spec(self) -> Any:
-        first = self.members[0].spec()
-        same = all(node.spec() == first for node in self.members)
-        return first if same else None
 
 
 @dataclass(slots=True)
@@ -222,6 +209,7 @@ class InterleaveNode(Step):
     """
 
     CURSOR = InterleaveCursor
+    rows_per_batch = None
     keeps_rows = True
     wants_seed = True  # the datasets are not known yet
     function: UserFunction
@@ -249,6 +237,7 @@ class ConsecutiveNode(Step):
     """Lists of `replicas` consecutive elements; the last list may be shorter."""
 
     CURSOR = ConsecutiveCursor
+    rows_per_batch = None
     replicas: int
 
     @override

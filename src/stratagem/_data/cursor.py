@@ -69,14 +69,11 @@ class PipelineRun:
         caches: elements kept by `cache()`, by the step's place in the pipeline. The dataset keeps this dict
             for its next epoch.
         skipped: records skipped so far.
-        fuse: whether steps that only select rows of an in-memory source run on row numbers. Tests turn it
-            off to compare both ways.
     """
 
     base_seed: int
     caches: dict[int, list[Any]] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
-    fuse: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from stratagem._data import adapters, nests, specs
 from stratagem._data.batching import BatchNode, UnbatchNode
 from stratagem._data.calling import UserFunction
 from stratagem._data.combining import ConcatenateNode, InterleaveNode, ZipNode
+from stratagem._data.cursor import END
 from stratagem._data.dataset_sources import DatasetSources
 from stratagem._data.iteration import DatasetIterator, EpochCounter, EpochReader, outline
 from stratagem._data.node import INFINITE, UNKNOWN, Node, walk
@@ -57,7 +58,7 @@ class Dataset(DatasetSources):
             )
         self.node = node
         self._epochs = EpochCounter()
-        self._peeked: Any = None
+        self._spec: Any = None
 
     def map(
         self,
@@ -367,26 +368,19 @@ class Dataset(DatasetSources):
     def element_spec(self) -> Any:
         """Shapes and dtypes of the elements, as a nest of `TensorSpec`.
 
-        Reads the first element if the shapes are not known otherwise (after `map`, from files or
-        generators).
+        Reads the first element. A size that may differ from element to element is `None`.
 
         Raises:
-            DataError: the dataset is empty, and nothing else gives the shapes.
+            DataError: the dataset is empty.
         """
-        spec = self.node.spec()
-        if spec is not None:
-            return spec
-        if self._peeked is None:
-            self._peeked = self._peek()
-        return self._peeked
-
-    def _peek(self) -> Any:
-        epochs = EpochCounter(base_seed=0)  # this look is not an epoch of the dataset
-        with DatasetIterator(EpochReader(epochs, self.node)) as iterator:
-            for element in iterator:
-                spec = specs.spec_of(element)
-                return specs.first_dimension(spec, None) if self.node.rows_vary else spec
-        raise DataError(f"{self!r} is empty, so its element_spec is not known")
+        if self._spec is None:
+            epochs = EpochCounter(base_seed=0)  # this look is not an epoch of the dataset
+            with DatasetIterator(EpochReader(epochs, self.node)) as iterator:
+                element = next(iterator, END)
+            if element is END:
+                raise DataError(f"{self!r} is empty, so its element_spec is not known")
+            self._spec = specs.spec_of(element, rows_vary=self.node.rows_vary)
+        return self._spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold the elements: ``state = reduce_func(state, element)``.

@@ -245,30 +245,19 @@ class DistributedDataset:
     def element_spec(self) -> Any:
         """Shapes and dtypes: those of the dataset with one replica, else `PerReplicaSpec` leaves.
 
-        Raises:
-            DataError: the dataset is empty, and nothing else gives the shapes.
-        """
-        plan = self._plan
-        if plan.functions:
-            return self._peek()
-        if plan.kind == "side_by_side":
-            parts = [Dataset(node).element_spec for node in self._node.inputs]
-        elif plan.kind == "consecutive":
-            parts = [Dataset(self._node.inputs[0]).element_spec] * plan.replicas
-        else:
-            spec = Dataset(self._node).element_spec
-            parts = [_part_spec(spec, plan.replicas)] * plan.replicas
-        if plan.replicas == 1:
-            return parts[0]
-        if plan.kind != "split":  # the last step may have empty parts
-            parts = [specs.first_dimension(part, None) for part in parts]
-        return nests.zip_leaves(lambda found: specs.PerReplicaSpec(tuple(found)), parts)
+        Reads the first step.
 
-    def _peek(self) -> Any:
+        Raises:
+            DataError: the dataset is empty.
+        """
         with DistributedIterator(self._begin(EpochCounter(base_seed=0))) as iterator:
-            for element in iterator:
-                return nests.map_leaves(_value_spec, element)
-        raise DataError(f"{self!r} is empty, so its element_spec is not known")
+            step = next(iterator, END)
+        if step is END:
+            raise DataError(f"{self!r} is empty, so its element_spec is not known")
+        # With one element per replica, the last step may have empty parts.
+        uneven = self._plan.kind != "split" and self._plan.replicas > 1
+        rows_vary = uneven or self._node.rows_vary
+        return nests.map_leaves(lambda leaf: _value_spec(leaf, rows_vary=rows_vary), step)
 
     def map(self, map_func: Callable[..., Any]) -> DistributedDataset:
         """Apply a function to each replica's part, on its device, in the background.
@@ -299,23 +288,13 @@ class DistributedDataset:
         return f"<DistributedDataset {outline(self._node)} for {self._plan.replicas} replica(s)>"
 
 
-def _part_spec(spec: Any, replicas: int) -> Any:
-    """Return the spec of a part; its rows are known only if all parts have as many."""
-    if replicas == 1:
-        return spec
-
-    def part(leaf: Any) -> Any:
-        rows = leaf.shape[0] if leaf.shape else None
-        known = rows is not None and rows % replicas == 0
-        return specs.first_dimension(leaf, rows // replicas if known and rows else None)
-
-    return nests.map_leaves(part, spec)
-
-
-def _value_spec(leaf: Any) -> Any:
-    if isinstance(leaf, PerReplica):
-        return specs.PerReplicaSpec(tuple(specs.spec_of(part) for part in leaf.values))
-    return specs.spec_of(leaf)
+def _value_spec(leaf: Any, *, rows_vary: bool) -> Any:
+    if not isinstance(leaf, PerReplica):
+        return specs.leaf_spec(leaf, rows_vary=rows_vary)
+    parts = [specs.leaf_spec(part, rows_vary=rows_vary) for part in leaf.values]
+    if any(part != parts[0] for part in parts):  # the batch does not divide evenly
+        parts = [specs.leaf_spec(part, rows_vary=True) for part in leaf.values]
+    return specs.PerReplicaSpec(tuple(parts))
 
 
 class _PreparedStep(NamedTuple):

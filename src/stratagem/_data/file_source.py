@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from stratagem._data import nests, specs
+from stratagem._data import nests
 from stratagem._data.cursor import END, Cursor, CursorContext, Skipped
 from stratagem._data.node import Node
 from stratagem._data.readers import Bad, LineReader, Reader
@@ -102,10 +102,6 @@ class ListFilesNode(FileSource, IndexedSource):
 
     def gather(self, indices: torch.Tensor) -> Any:
         return np.array([self.files[index] for index in indices.tolist()], dtype=object)
-
-    @override
-    def spec(self) -> Any:
-        return specs.ObjectSpec((), "str")
 
 
 @final

@@ -101,7 +101,6 @@ class EpochReader:
         counter: epochs of the dataset; this is the next one.
         node: the pipeline.
         wrap: returns the cursor to read, given the pipeline's cursor and a seed of the epoch.
-        fuse: see `PipelineRun`.
     """
 
     def __init__(
@@ -109,8 +108,6 @@ class EpochReader:
         counter: EpochCounter,
         node: Node,
         wrap: Callable[[Cursor, int], Cursor] | None = None,
-        *,
-        fuse: bool = True,
     ) -> None:
         if counter.base_seed is None:
             # A pipeline without randomness does not touch torch's generator.
@@ -118,7 +115,6 @@ class EpochReader:
         self._counter = counter
         self._node = node
         self._wrap = wrap or (lambda cursor, seed: cursor)
-        self._fuse = fuse
         self._ended = False
         self._closed = False
         # Text only: the error's traceback refers to the user's iterator, which could then never be
@@ -140,7 +136,7 @@ class EpochReader:
         assert counter.base_seed is not None
         counter.number = epoch + 1  # the next iter() is the epoch after this one
         self._epoch = epoch
-        self.run = PipelineRun(counter.base_seed, counter.caches, fuse=self._fuse)
+        self.run = PipelineRun(counter.base_seed, counter.caches)
         cursor = self._node.open(CursorContext(self.run).in_epoch(epoch))
         self.cursor = self._wrap(cursor, mix(counter.base_seed, epoch))
 

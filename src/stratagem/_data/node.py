@@ -49,10 +49,6 @@ class Node(ABC):
         """Return the number of elements, `INFINITE` or `UNKNOWN`."""
         return UNKNOWN
 
-    def spec(self) -> Any:
-        """Return the spec of the elements, or `None` if it is known only after reading one."""
-        return None
-
     @property
     def rows_per_batch(self) -> int | None:
         """Rows of each batch of columns; `None` if elements are not batches of columns."""
@@ -107,9 +103,6 @@ class Step(Node):
     CURSOR: ClassVar[type[StepCursor[Any]]]
     """Class of its cursors."""
 
-    KEEPS_ELEMENTS: ClassVar[bool] = False
-    """True if its elements are elements of its input, unchanged."""
-
     input: Node
 
     def open(self, context: CursorContext) -> Cursor:
@@ -133,14 +126,10 @@ class Step(Node):
     def cardinality(self) -> int:
         return self.input.cardinality()
 
-    @override
-    def spec(self) -> Any:
-        return self.input.spec() if self.KEEPS_ELEMENTS else None
-
     @property
     @override
     def rows_per_batch(self) -> int | None:
-        return self.input.rows_per_batch if self.KEEPS_ELEMENTS else None
+        return self.input.rows_per_batch
 
 
 @dataclass(frozen=True, eq=False)

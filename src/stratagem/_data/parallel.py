@@ -133,11 +133,6 @@ class MapNode(SeededStep):
         """Number of threads, with `AUTOTUNE` resolved."""
         return (os.cpu_count() or 1) if self.parallel == AUTOTUNE else self.parallel
 
-    @property
-    @override
-    def rows_per_batch(self) -> int | None:
-        return self.input.rows_per_batch
-
 
 @final
 class FilterCursor(SeededCursor["FilterNode"]):
@@ -175,7 +170,6 @@ class FilterNode(SeededStep):
     """Elements that a function accepts; of batches of columns, the rows that it accepts."""
 
     CURSOR = FilterCursor
-    KEEPS_ELEMENTS = True
     keeps_rows = True
     function: UserFunction
 
@@ -194,7 +188,6 @@ class FilterNode(SeededStep):
 class PrefetchNode(Step):
     """Elements of the input, read ahead by a thread."""
 
-    KEEPS_ELEMENTS = True
     keeps_rows = True
     size: int
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -51,11 +51,9 @@ class IndexedSource(Node):
 class SelectionStep(Step):
     """Step that selects and orders elements; over an in-memory source it runs on row numbers."""
 
-    KEEPS_ELEMENTS: ClassVar[bool] = True
-
     @final
     def open(self, context: CursorContext) -> Cursor:
-        source = None if context.numbers or not context.run.fuse else self._row_source()
+        source = None if context.numbers else self._row_source()
         if source is None:
             return self._open(context)
         return RowsCursor(self._open(context.with_numbers()), source)

@@ -221,5 +221,4 @@ class CacheNode(Step):
     """Elements kept in memory: every epoch yields those of the first one."""
 
     CURSOR = CacheCursor
-    KEEPS_ELEMENTS = True
     keeps_rows = True

@@ -15,7 +15,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from typing_extensions import override
 
-from stratagem._data import batch_rows, nests, specs
+from stratagem._data import batch_rows, nests
 from stratagem._data.cursor import END, Cursor, CursorContext, State
 from stratagem._data.node import Node
 from stratagem._data.row_numbers import IndexedSource
@@ -38,10 +38,6 @@ class RangeNode(IndexedSource):
 
     def at(self, index: int) -> torch.Tensor:
         return torch.tensor(self.values[index])
-
-    @override
-    def spec(self) -> specs.TensorSpec:
-        return specs.TensorSpec((), torch.int64)
 
 
 @final
@@ -69,12 +65,6 @@ class SlicesNode(IndexedSource):
     def at(self, index: int) -> Any:
         return batch_rows.row(self.columns, index)
 
-    @override
-    def spec(self) -> Any:
-        if self.size == 0:
-            return specs.of_rows(specs.spec_of(self.columns))
-        return specs.spec_of(self.at(0))
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -89,10 +79,6 @@ class TensorsNode(Node):
     @override
     def cardinality(self) -> int:
         return 1
-
-    @override
-    def spec(self) -> Any:
-        return specs.spec_of(self.element)
 
 
 @final

@@ -56,37 +56,19 @@ class PerReplicaSpec:
     specs: tuple[Any, ...]
 
 
-def spec_of(element: Any) -> Any:
-    """Return the spec of an element."""
-    return nests.map_leaves(_leaf_spec, element)
+def spec_of(element: Any, *, rows_vary: bool) -> Any:
+    """Return the spec of an element; with `rows_vary`, other elements may have other first dimensions."""
+    return nests.map_leaves(lambda leaf: leaf_spec(leaf, rows_vary=rows_vary), element)
 
 
-def _leaf_spec(leaf: Any) -> TensorSpec | ObjectSpec:
+def leaf_spec(leaf: Any, *, rows_vary: bool) -> TensorSpec | ObjectSpec:
+    """Return the spec of one leaf."""
+    sizes = (len(leaf),) if isinstance(leaf, Ragged) else getattr(leaf, "shape", ())
+    shape: tuple[int | None, ...] = (None, *sizes[1:]) if rows_vary and sizes else tuple(sizes)
     if isinstance(leaf, torch.Tensor):
-        return TensorSpec(tuple(leaf.shape), leaf.dtype)
+        return TensorSpec(shape, leaf.dtype)
     if isinstance(leaf, Ragged):
-        return ObjectSpec((len(leaf),), f"ragged {leaf.values.dtype}")
-    if isinstance(leaf, np.ndarray):
-        return ObjectSpec(tuple(leaf.shape), str(leaf.dtype))
-    return ObjectSpec((), type(leaf).__name__)
-
-
-def with_rows(spec: Any, rows: int | None) -> Any:
-    """Return the spec of a batch of elements of `spec`."""
-    return nests.map_leaves(lambda s: _reshape(s, (rows, *s.shape)), spec)
-
-
-def of_rows(spec: Any) -> Any:
-    """Return the spec of one row of a batch of `spec`."""
-    return nests.map_leaves(lambda s: _reshape(s, s.shape[1:]), spec)
-
-
-def first_dimension(spec: Any, rows: int | None) -> Any:
-    """Return the same spec with another first dimension."""
-    return nests.map_leaves(lambda s: _reshape(s, (rows, *s.shape[1:])) if s.shape else s, spec)
-
-
-def _reshape(spec: TensorSpec | ObjectSpec, shape: tuple[int | None, ...]) -> Any:
-    if isinstance(spec, TensorSpec):
-        return TensorSpec(shape, spec.dtype)
-    return ObjectSpec(shape, spec.kind)
+        return ObjectSpec(shape, f"ragged {leaf.values.dtype}")
+    return ObjectSpec(
+        shape, str(leaf.dtype) if isinstance(leaf, np.ndarray) else type(leaf).__name__
+    )

@@ -210,6 +210,7 @@ class EnumerateNode(Step):
     """Pairs (number, element)."""
 
     CURSOR = EnumerateCursor
+    rows_per_batch = None
     start: int
 
 

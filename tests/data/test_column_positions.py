@@ -146,13 +146,13 @@ def test_ranges_are_read_at_the_same_time(tmp_path, monkeypatch):
     from stratagem._data.column_formats import ParquetColumns
 
     barrier = threading.Barrier(2, timeout=50)
-    read = ParquetColumns.read
+    tables = ParquetColumns.tables
 
     def meet(self, rows):
         barrier.wait()
-        yield from read(self, rows)
+        yield from tables(self, rows)
 
-    monkeypatch.setattr(ParquetColumns, "read", meet)
+    monkeypatch.setattr(ParquetColumns, "tables", meet)
     path = write_parquet(tmp_path / "a.parquet", table_of(12), group=3)
     assert len(rows_of(Dataset.from_parquet(path, ["n"], 5, num_parallel_reads=2))) == 12
 

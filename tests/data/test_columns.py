@@ -221,18 +221,39 @@ def test_numpy_files_follow_the_rules_of_other_columns(tmp_path):
     }
     assert plain(batch) == {"s": [65535, 1], "l": [7, 2**40], "b": [255, 0], "d": [18263, 18264]}
     for options, text in (
-        ({"columns": ["x"], "dtypes": {"x": torch.int64}}, "values that torch.int64 cannot hold"),
-        ({"columns": ["large"], "dtypes": {"large": torch.int8}}, "values that torch.int8 cannot"),
+        (
+            {"columns": ["x"], "dtypes": {"x": torch.int64}},
+            "column 'x' .* cannot be converted: .*1.5",
+        ),
+        (
+            {"columns": ["large"], "dtypes": {"large": torch.int8}},
+            "cannot be converted: .*not in range",
+        ),
         ({"columns": ["day"]}, "cannot become a tensor"),
-        ({"columns": ["text"], "dtypes": {"text": torch.int64}}, "cannot become a tensor"),
+        ({"columns": ["text"], "dtypes": {"text": torch.int64}}, "cannot be converted: .*'[ab]'"),
         ({"columns": ["x"], "hash_buckets": {"x": 5}}, "cannot be hashed"),
-        ({"columns": ["x"], "dtypes": {"small": torch.int64}}, "dtypes names array 'small'"),
+        ({"columns": ["x"], "dtypes": {"small": torch.int64}}, "dtypes names column 'small'"),
     ):
         with pytest.raises(sg.errors.ColumnError, match=text):
             list(Dataset.from_numpy(path, batch_size=2, **options))
     np.save(tmp_path / "b.npy", np.arange(3))
-    with pytest.raises(sg.errors.ColumnError, match=r"one array without a name: use .map"):
+    with pytest.raises(
+        sg.errors.ColumnError, match=r"which is not read; the columns are '<array>'"
+    ):
         list(Dataset.from_numpy(tmp_path / "b.npy", dtypes={"x": torch.float32}))
+
+
+def test_numpy_arrays_of_several_dimensions_are_filtered_by_another_array(tmp_path):
+    path = tmp_path / "a.npz"
+    images = np.arange(2 * 3 * 4, dtype=">f4").reshape(2, 3, 4)
+    np.savez(path, image=images, day=np.array([1, 2]), unused=np.ones(2, np.complex64))
+    (batch,) = Dataset.from_numpy(path, ["image"], filters=[("day", ">", 1)])
+    assert batch["image"].dtype is torch.float32
+    assert torch.equal(batch["image"], torch.arange(12.0, 24.0).reshape(1, 3, 4))
+    with pytest.raises(sg.errors.ColumnError, match=r"array 'unused' .*complex64.* cannot become"):
+        list(Dataset.from_numpy(path))
+    with pytest.raises(sg.errors.ColumnError, match=r"'z' does not exist .*'image', 'day', 'un"):
+        list(Dataset.from_numpy(path, ["z", "image", "day"]))
 
 
 def test_batches_own_their_memory(tmp_path):

@@ -127,6 +127,11 @@ class ColumnSelection:
         """Return the columns to read, without those of filters."""
         return [name for each in self.sources(available).values() for name in _listed(each)]
 
+    def read(self, available: Sequence[str]) -> list[str]:
+        """Return the columns to read, those of filters included."""
+        filtered = [name for name, _, _ in self._conditions()]
+        return list(dict.fromkeys([*self.chosen(available), *filtered]))
+
     def resolve(self, schema: Any, path: str) -> ColumnPlan:
         """Return the plan for files of a schema.
 
@@ -135,8 +140,8 @@ class ColumnSelection:
         """
         sources = self.sources(schema.names)
         chosen = self.chosen(schema.names)
-        filtered = [name for name, _, _ in self._conditions()]
-        for name in [*chosen, *filtered]:
+        names = self.read(schema.names)
+        for name in names:
             what = "the filter's column" if name not in chosen else "column"
             _find(schema, name, path, what=what)
         for option in ("fill", "dtypes", "hash_buckets"):
@@ -151,7 +156,6 @@ class ColumnSelection:
         expression = None
         if self.filters:
             expression = pyarrow().parquet.filters_to_expression(list(self.filters))
-        names = list(dict.fromkeys([*chosen, *filtered]))
         types = {name: schema.field(name).type for name in names}
         plan = ColumnPlan(self, sources, types, expression)
         plan.refuse_types(path)
@@ -210,7 +214,9 @@ class ColumnPlan:
     def _refuse_type(self, name: str, kind: Any, path: str) -> None:
         types = pyarrow().types
         inner = kind
-        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        while types.is_fixed_size_list(inner):
+            inner = inner.value_type
+        if types.is_list(kind) or types.is_large_list(kind):
             inner = kind.value_type
         if types.is_dictionary(inner):
             inner = inner.value_type
@@ -328,7 +334,8 @@ class ColumnPlan:
         if types.is_fixed_size_list(kind):
             if array.null_count:
                 raise self._missing(name, array, path, "Lists of a fixed size cannot be filled.")
-            return self._convert(name, array.flatten(), path).reshape(len(array), kind.list_size)
+            items = self._convert(name, array.flatten(), path)
+            return items.reshape(len(array), kind.list_size, *items.shape[1:])
         array = self._fill(name, array, path)
         buckets = self.selection.hash_buckets.get(name)
         if buckets is not None:
@@ -394,6 +401,8 @@ class ColumnPlan:
 def _cast(array: Any, dtype: torch.dtype) -> Any:
     """Convert an array, to integers only without loss; a conversion to a shorter float is meant to round."""
     kind = arrow_type(dtype)
+    if pyarrow().types.is_date32(array.type):
+        array = array.cast("int32")  # Arrow converts days to no other type
     return pyarrow().compute.cast(array, kind, safe=not dtype.is_floating_point)
 
 

@@ -14,8 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
+from typing_extensions import override
+
 from stratagem._data.arrow_columns import ColumnPlan, ColumnSelection, arrow_type, pyarrow
-from stratagem._data.row_ranges import ColumnFile, ColumnFormat, RowRange, reading
+from stratagem._data.row_ranges import ColumnFile, RowRange, reading
 from stratagem.errors import ColumnError
 
 _RANGE_BYTES = 8 << 20  # bytes of a range: about 30,000 rows of 40 columns
@@ -27,70 +29,54 @@ _MISSING = ["", "NA", "N/A", "null", "NULL", "None"]  # mean a missing number; t
 
 @final
 @dataclass(frozen=True)
-class CsvFormat(ColumnFormat):
-    """CSV files.
+class CsvOptions:
+    """Form of CSV files.
 
     Attributes:
-        selection: options of the user.
         delimiter: character between fields.
         column_names: names of the columns, for files without a header line.
         newlines_in_values: whether quoted values may hold line breaks.
     """
 
-    selection: ColumnSelection
-    delimiter: str = ","
-    column_names: tuple[str, ...] | None = None
-    newlines_in_values: bool = False
+    delimiter: str
+    column_names: Sequence[str] | None
+    newlines_in_values: bool
 
-    def open(self, path: str, files: Sequence[str]) -> ColumnFile:
-        if files[0] not in self._plans:
-            self._plans[files[0]] = self._plan(files)
-        plan = self._plans[files[0]]
-        header = self.header(path)
-        for name in plan.names:
-            if name not in header:
-                raise ColumnError(
-                    f"column {name!r} does not exist in file {path!r}. Its columns are "
-                    f"{', '.join(map(repr, header[:40]))}.",
-                    path=path,
-                    column=name,
-                )
-        return CsvColumns(path, self, plan, header)
+
+@final
+class CsvColumns(ColumnFile):
+    """CSV file."""
+
+    def __init__(self, path: str, selection: ColumnSelection, options: CsvOptions) -> None:
+        super().__init__(path, selection)
+        self._options = options
+        self._header_lines = 1 if options.column_names is None else 0
+        # A compressed file, or one with line breaks in values, can only be read from its beginning.
+        self._is_whole = options.newlines_in_values or path.endswith(_COMPRESSED)
 
     @cached_property
-    def _plans(self) -> dict[str, ColumnPlan]:
-        return {}
-
-    def header(self, path: str) -> list[str]:
-        """Return the names of a file's columns."""
-        if self.column_names is not None:
-            return list(self.column_names)
+    def _header(self) -> list[str]:
+        """Names of the columns."""
+        if self._options.column_names is not None:
+            return list(self._options.column_names)
         with (
-            pyarrow().input_stream(path) as raw,
+            pyarrow().input_stream(self.path) as raw,
             io.TextIOWrapper(raw, "utf-8-sig", newline="") as text,
         ):
-            names = next(csv.reader(text, delimiter=self.delimiter), None)
+            names = next(csv.reader(text, delimiter=self._options.delimiter), None)
         if names is None:
             raise ValueError("the file is empty; expected a header line, or give column_names=")
         return names
 
-    def _sample(self, files: Sequence[str]) -> tuple[Any, str]:
-        """Return the schema of the first block of lines, and its file; files without rows have none."""
-        schema, path = None, files[0]
-        for path in files:
-            with reading(path):
-                options = self.options(self.header(path), {}, _SAMPLE_BYTES, self.header_lines)
-                with pyarrow().csv.open_csv(path, *options) as reader:
-                    schema = reader.schema
-                    if any(batch.num_rows for batch in reader):
-                        return schema, path
-        return schema, path
-
-    def _plan(self, files: Sequence[str]) -> ColumnPlan:
-        """Return the plan for all files, with types found in the first lines."""
+    def schema(self, files: Sequence[str] = ()) -> Any:
+        """Return the types in the first lines of the first file that has any, or that the user gave."""
         arrow = pyarrow()
         types = arrow.types
-        schema, path = self._sample(files)
+        for path in files or [self.path]:
+            with reading(path):
+                schema, has_rows = CsvColumns(path, self.selection, self._options)._sample()
+            if has_rows:
+                break
         found = {field.name: field.type for field in schema}
         for name, kind in found.items():
             if name in self.selection.dtypes:
@@ -99,19 +85,84 @@ class CsvFormat(ColumnFormat):
                 found[name] = arrow.string()
             elif types.is_floating(kind) or types.is_null(kind):
                 found[name] = arrow.float32()
-        return self.selection.resolve(arrow.schema(list(found.items())), path)
+        return arrow.schema(list(found.items()))
 
-    def options(
-        self, names: list[str], types: Mapping[str, Any], block: int, skip: int
-    ) -> list[Any]:
+    def _sample(self) -> tuple[Any, bool]:
+        """Return the schema of the first block of lines, and whether there is a line."""
+        with self._open({}, _SAMPLE_BYTES) as reader:
+            return reader.schema, any(batch.num_rows for batch in reader)
+
+    @override
+    def check(self, plan: ColumnPlan) -> None:
+        for name in plan.names:
+            if name not in self._header:
+                raise ColumnError(
+                    f"column {name!r} does not exist in file {self.path!r}. Its columns are "
+                    f"{', '.join(map(repr, self._header[:40]))}.",
+                    path=self.path,
+                    column=name,
+                )
+
+    def ranges(self) -> list[RowRange]:
+        size = Path(self.path).stat().st_size
+        if self._is_whole:
+            return [RowRange(self.path, 0, 0, size, "bytes")]
+        found: list[RowRange] = []
+        with Path(self.path).open("rb") as file:
+            for _ in range(self._header_lines):
+                file.readline()
+            start = file.tell()
+            while start < size:
+                file.seek(min(size, start + _RANGE_BYTES))
+                file.readline()  # to the end of a line
+                found.append(RowRange(self.path, len(found), start, file.tell(), "bytes"))
+                start = file.tell()
+        return found
+
+    def tables(self, rows: RowRange) -> Iterator[Any]:
+        if self._is_whole:
+            with self._open(self.plan.types, _RANGE_BYTES) as reader:
+                for batch in reader:
+                    yield self._with_missing_text(batch)
+            return
+        with Path(self.path).open("rb") as file:
+            file.seek(rows.start)
+            data = file.read(rows.stop - rows.start)
+        try:
+            table = self._parse(data, self.plan.types, _BLOCK_BYTES)
+        except pyarrow().ArrowInvalid:
+            table = self._parse_long(data)
+        yield self._with_missing_text(table)
+
+    def _with_missing_text(self, table: Any) -> Any:
+        """Return lines in which an empty text is a missing value if there is a fill value for it."""
+        compute = pyarrow().compute
+        for place, name in enumerate(table.schema.names):
+            column = table.column(place)
+            if name in self.selection.fill and column.type == pyarrow().string():
+                given = compute.if_else(compute.equal(column, ""), None, column)
+                table = table.set_column(place, name, given)
+        return table
+
+    def _open(self, types: Mapping[str, Any], block: int) -> Any:
+        return pyarrow().csv.open_csv(
+            self.path, *self._arguments(types, block, skip=self._header_lines)
+        )
+
+    def _parse(self, data: bytes, types: Mapping[str, Any], block: int) -> Any:
+        arrow = pyarrow()
+        return arrow.csv.read_csv(arrow.BufferReader(data), *self._arguments(types, block, skip=0))
+
+    def _arguments(self, types: Mapping[str, Any], block: int, *, skip: int) -> list[Any]:
         """Return options for pyarrow; with types it converts these columns only."""
         csv_options = pyarrow().csv
         return [
             csv_options.ReadOptions(
-                use_threads=False, block_size=block, column_names=names, skip_rows=skip
+                use_threads=False, block_size=block, column_names=self._header, skip_rows=skip
             ),
             csv_options.ParseOptions(
-                delimiter=self.delimiter, newlines_in_values=self.newlines_in_values
+                delimiter=self._options.delimiter,
+                newlines_in_values=self._options.newlines_in_values,
             ),
             csv_options.ConvertOptions(
                 column_types=dict(types) or None,
@@ -122,107 +173,24 @@ class CsvFormat(ColumnFormat):
             ),
         ]
 
-    @property
-    def header_lines(self) -> int:
-        """Number of header lines of a file."""
-        return 1 if self.column_names is None else 0
-
-
-@final
-class CsvColumns(ColumnFile):
-    """One CSV file."""
-
-    def __init__(self, path: str, format: CsvFormat, plan: ColumnPlan, header: list[str]) -> None:
-        self._path = path
-        self._format = format
-        self._plan = plan
-        self._header = header
-
-    @property
-    def _whole(self) -> bool:
-        """True if the file can only be read from its beginning."""
-        return self._format.newlines_in_values or self._path.endswith(_COMPRESSED)
-
-    def ranges(self) -> list[RowRange]:
-        size = Path(self._path).stat().st_size
-        if self._whole:
-            return [RowRange(self._path, 0, 0, size, "bytes")]
-        found: list[RowRange] = []
-        with Path(self._path).open("rb") as file:
-            for _ in range(self._format.header_lines):
-                file.readline()
-            start = file.tell()
-            while start < size:
-                file.seek(min(size, start + _RANGE_BYTES))
-                file.readline()  # to the end of a line
-                found.append(RowRange(self._path, len(found), start, file.tell(), "bytes"))
-                start = file.tell()
-        return found
-
-    def read(self, rows: RowRange) -> Iterator[Any]:
-        arrow = pyarrow()
-        if self._whole:
-            skip = self._format.header_lines
-            options = self._format.options(self._header, self._plan.types, _RANGE_BYTES, skip)
-            with arrow.csv.open_csv(self._path, *options) as reader:
-                for batch in reader:
-                    yield self._convert(batch)
-            return
-        with Path(self._path).open("rb") as file:
-            file.seek(rows.start)
-            data = file.read(rows.stop - rows.start)
-        try:
-            table = self._parse(data, self._plan.types, _BLOCK_BYTES)
-        except arrow.ArrowInvalid:
-            table = self._parse_long(data)
-        yield self._convert(table)
-
-    def _convert(self, table: Any) -> dict[str, Any]:
-        """Return lines as a batch of tensors. An empty text is a missing value if there is a fill value for it."""
-        compute = pyarrow().compute
-        for place, name in enumerate(table.schema.names):
-            column = table.column(place)
-            if name in self._plan.selection.fill and column.type == pyarrow().string():
-                given = compute.if_else(compute.equal(column, ""), None, column)
-                table = table.set_column(place, name, given)
-        return self._plan.convert(table, self._path)
-
-    def _parse(self, data: bytes, types: Mapping[str, Any], block: int) -> Any:
-        arrow = pyarrow()
-        options = self._format.options(self._header, types, block, 0)
-        return arrow.csv.read_csv(arrow.BufferReader(data), *options)
-
     def _parse_long(self, data: bytes) -> Any:
         """Parse lines that may be longer than a block; name the column that cannot be converted."""
         arrow = pyarrow()
         block = len(data) + 1
         try:
-            return self._parse(data, self._plan.types, block)
+            return self._parse(data, self.plan.types, block)
         except arrow.ArrowInvalid:
-            # Raises again if the lines themselves are broken.
-            text = self._parse(data, dict.fromkeys(self._plan.types, arrow.string()), block)
-            for name, kind in self._plan.types.items():
+            for name, kind in self.plan.types.items():
                 try:
                     self._parse(data, {name: kind}, block)
                 except arrow.ArrowInvalid as error:
-                    example = next(
-                        value
-                        for value in text.column(name).drop_null().unique().to_pylist()
-                        if not _converts(value, kind)
-                    )
+                    self._parse(
+                        data, {name: arrow.string()}, block
+                    )  # raises if the lines are broken
                     raise ColumnError(
-                        f"column {name!r} of file {self._path!r}: {example!r:.60} is not {kind}. Give "
+                        f"column {name!r} of file {self.path!r} has a value that is not {kind}: {error}. Give "
                         f"dtypes={{{name!r}: …}} for another type, or repair the file.",
-                        path=self._path,
+                        path=self.path,
                         column=name,
                     ) from error
             raise
-
-
-def _converts(value: str, kind: Any) -> bool:
-    arrow = pyarrow()
-    try:
-        arrow.array([value]).cast(kind)
-    except arrow.ArrowInvalid:
-        return False
-    return True

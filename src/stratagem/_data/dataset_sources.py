@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,18 +17,18 @@ from stratagem._data import nests
 from stratagem._data.arrow_columns import ColumnSelection
 from stratagem._data.column_formats import (
     IN_MEMORY,
-    IpcFormat,
-    NumpyFormat,
-    ParquetFormat,
-    TableFormat,
+    IpcColumns,
+    NumpyColumns,
+    ParquetColumns,
+    TableColumns,
 )
-from stratagem._data.csv_format import CsvFormat
+from stratagem._data.csv_format import CsvColumns, CsvOptions
 from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expand, reader_for
 from stratagem._data.node import Node, replaced, walk
 from stratagem._data.readers import Reader
-from stratagem._data.row_ranges import ColumnFormat, RangeSource, RowRange
+from stratagem._data.row_ranges import ColumnFile, ColumnFormat, RangeSource, RowRange
 from stratagem._data.sources import GeneratorNode, RangeNode, SlicesNode, TensorsNode
-from stratagem._data.tfrecord_format import Feature, TFRecordFormat
+from stratagem._data.tfrecord_format import Feature, TFRecordColumns
 from stratagem.errors import DataError
 
 Columns: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]] | None
@@ -60,15 +61,14 @@ class ColumnOptions(TypedDict, total=False):
     num_parallel_reads: int
 
 
-def selection(columns: Columns, options: ColumnOptions) -> ColumnSelection:
-    """Return the part of the options that decides about columns."""
-    names = ("filters", "fill", "dtypes", "hash_buckets")
-    chosen: dict[str, Any] = {name: options[name] for name in names if name in options}  # type: ignore[literal-required]
-    return ColumnSelection(columns, **chosen)
-
-
 def range_source(
-    files: tuple[str, ...], reader: ColumnFormat, batch_size: int, options: ColumnOptions
+    files: tuple[str, ...],
+    kind: Callable[[str, ColumnSelection], ColumnFile],
+    columns: Columns,
+    batch_size: int,
+    options: ColumnOptions,
+    *,
+    has_row_counts: bool = True,
 ) -> RangeSource:
     """Return the source of batches of columns."""
     unknown = set(options) - ColumnOptions.__annotations__.keys()
@@ -81,6 +81,9 @@ def range_source(
     for name, value, least in (("batch_size", batch_size, 1), ("num_parallel_reads", threads, -1)):
         if value < least:
             raise ValueError(f"{name}={value!r} is out of range: expected a number >= {least}")
+    names = ("filters", "fill", "dtypes", "hash_buckets")
+    chosen: dict[str, Any] = {name: options[name] for name in names if name in options}  # type: ignore[literal-required]
+    reader = ColumnFormat(kind, ColumnSelection(columns, **chosen), has_row_counts)
     return RangeSource(files, reader, batch_size, options.get("drop_remainder", False), threads)
 
 
@@ -208,8 +211,7 @@ class DatasetSources(ABC):
             [[1.0, 4.0], [0.0, 5.0]] [0, 1]
             [[3.0, 6.0]] [1]
         """
-        reader = ParquetFormat(selection(columns, options))
-        return cls(range_source(expand(files), reader, batch_size, options))
+        return cls(range_source(expand(files), ParquetColumns, columns, batch_size, options))
 
     @classmethod
     def from_csv(
@@ -245,9 +247,11 @@ class DatasetSources(ABC):
             >>> list(sg.data.Dataset.from_csv(path, fill={"age": 0}, hash_buckets={"city": 100}))
             [{'age': tensor([31,  0]), 'city': tensor([50, 48])}]
         """
-        names = None if column_names is None else tuple(column_names)
-        reader = CsvFormat(selection(columns, options), delimiter, names, newlines_in_values)
-        return cls(range_source(expand(files), reader, batch_size, options))
+        form = CsvOptions(delimiter, column_names, newlines_in_values)
+        kind = functools.partial(CsvColumns, options=form)
+        return cls(
+            range_source(expand(files), kind, columns, batch_size, options, has_row_counts=False)
+        )
 
     @classmethod
     def from_arrow(
@@ -267,11 +271,10 @@ class DatasetSources(ABC):
             >>> list(sg.data.Dataset.from_arrow(table))
             [{'tags': Ragged([[1, 2], [], [3]])}]
         """
-        chosen = selection(columns, options)
         if nests.is_arrow_table(source):
-            reader = TableFormat(chosen, source)
-            return cls(range_source((IN_MEMORY,), reader, batch_size, options))
-        return cls(range_source(expand(source), IpcFormat(chosen), batch_size, options))
+            kind = functools.partial(TableColumns, table=source)
+            return cls(range_source((IN_MEMORY,), kind, columns, batch_size, options))
+        return cls(range_source(expand(source), IpcColumns, columns, batch_size, options))
 
     @classmethod
     def from_numpy(
@@ -293,8 +296,11 @@ class DatasetSources(ABC):
             >>> [batch.tolist() for batch in sg.data.Dataset.from_numpy(path, batch_size=2)]
             [[[0, 1], [2, 3]], [[4, 5]]]
         """
-        reader = NumpyFormat(selection(columns, options))
-        return cls(range_source(expand(files), reader, batch_size, options))
+        if options.get("fill"):
+            raise ValueError(
+                "fill= is not available for NumPy files, which have no missing values. Use .map(function)."
+            )
+        return cls(range_source(expand(files), NumpyColumns, columns, batch_size, options))
 
     @classmethod
     def from_tfrecord(
@@ -334,8 +340,10 @@ class DatasetSources(ABC):
                 name: each if isinstance(each, Feature) else Feature(each)
                 for name, each in features.items()
             }
-        reader = TFRecordFormat(selection(columns, options), named, verify)
-        return cls(range_source(expand(files), reader, batch_size, options))
+        kind = functools.partial(TFRecordColumns, features=named, verify=verify)
+        return cls(
+            range_source(expand(files), kind, columns, batch_size, options, has_row_counts=False)
+        )
 
     def ranges(self) -> list[RowRange]:
         """Return the ranges of rows that the dataset reads from files, in order.

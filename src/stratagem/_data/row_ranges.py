@@ -12,7 +12,7 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from zipfile import BadZipFile
 from typing_extensions import override
 
 from stratagem._data import batch_rows
+from stratagem._data.arrow_columns import ColumnPlan, ColumnSelection
 from stratagem._data.background import Pool, wait_for
 from stratagem._data.column_cursors import ChunkCursor
 from stratagem._data.cursor import Cursor, CursorContext
@@ -71,35 +72,90 @@ class RowRange:
 
 
 class ColumnFile(ABC):
-    """One file of a columnar format."""
+    """One file of a columnar format.
+
+    Args:
+        path: the file.
+        selection: columns that the user asked for.
+    """
+
+    plan: ColumnPlan
+    """Conversion of its tables to batches; set by `ColumnFormat.open`."""
+
+    def __init__(self, path: str, selection: ColumnSelection) -> None:
+        self.path = path
+        self.selection = selection
+
+    @abstractmethod
+    def schema(self, files: Sequence[str] = ()) -> Any:
+        """Return the Arrow schema.
+
+        Args:
+            files: all files, if this is the first one and decides for all; it may have no rows.
+        """
+
+    def check(self, plan: ColumnPlan) -> None:
+        """Raise if the file does not have the columns of the first file."""
+        plan.check(self.schema(), self.path)
 
     @abstractmethod
     def ranges(self) -> list[RowRange]:
         """Return the ranges of the file, in order. Ranges that filters exclude are left out."""
 
     @abstractmethod
-    def read(self, rows: RowRange) -> Iterator[Any]:
-        """Yield the rows of a range as batches of any size.
+    def tables(self, rows: RowRange) -> Iterator[Any]:
+        """Yield the rows of a range as Arrow tables or record batches of any size.
 
         Different threads may read different ranges at the same time.
         """
 
+    def batches(self, rows: RowRange) -> Iterator[Any]:
+        """Yield the rows of a range as batches of tensors of any size."""
+        for table in self.tables(rows):
+            yield self.plan.convert(table, self.path)
 
-class ColumnFormat(ABC):
-    """File format, with the options of the user. Picklable."""
 
-    @abstractmethod
+@final
+@dataclass(frozen=True)
+class ColumnFormat:
+    """File format, with the options of the user. Picklable.
+
+    Attributes:
+        kind: makes a `ColumnFile` of a path and a selection.
+        selection: columns that the user asked for.
+        has_row_counts: whether ranges tell their number of rows.
+    """
+
+    kind: Callable[[str, ColumnSelection], ColumnFile]
+    selection: ColumnSelection
+    has_row_counts: bool = True
+
     def open(self, path: str, files: Sequence[str]) -> ColumnFile:
         """Open one of several files; the columns of the first file decide.
 
         Raises:
             ColumnError: a column is missing or has another type.
         """
+        first = files[0]
+        file = self.kind(path, self.selection)
+        plan = self._plans.get(first)
+        if plan is None:
+            like = file if path == first else self.kind(first, self.selection)
+            plan = self.selection.resolve(like.schema(files), first)
+            self._plans[first] = plan
+        if path != first:
+            file.check(plan)
+        file.plan = plan
+        return file
+
+    @cached_property
+    def _plans(self) -> dict[str, ColumnPlan]:
+        return {}
 
     @property
     def counts_rows(self) -> bool:
         """True if ranges tell how many rows a batch stream has."""
-        return False
+        return self.has_row_counts and self.selection.filters is None
 
 
 @final
@@ -265,13 +321,13 @@ class RangesCursor(ChunkCursor[RangeSource]):
             for place, rows in enumerate(node.ranges[number:], number):
                 if file is None or file[0] != rows.path:
                     file = (rows.path, node.open_file(rows.path))
-                yield _OpenRange((0, place), rows.path, file[1].read(rows))
+                yield _OpenRange((0, place), rows.path, file[1].batches(rows))
             return
         for section in range(first, len(node.files)):
             path = node.files[section]
             opened, ranges = node.file_ranges(path)
             for place, rows in enumerate(ranges[number:], number):
-                yield _OpenRange((section, place), path, opened.read(rows))
+                yield _OpenRange((section, place), path, opened.batches(rows))
             number = 0
 
     def _next_chunk(self) -> tuple[Any, Any, int] | None:

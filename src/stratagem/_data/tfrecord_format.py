@@ -7,31 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from stratagem._data import example_proto
 from stratagem._data.arrow_columns import ColumnPlan, ColumnSelection, pyarrow
 from stratagem._data.example_proto import PADDING, BadExample
 from stratagem._data.readers import Bad
-from stratagem._data.row_ranges import ColumnFile, ColumnFormat, RowRange
+from stratagem._data.row_ranges import ColumnFile, RowRange
 from stratagem._data.tfrecord_files import TFRecordReader
 from stratagem.errors import CorruptRecord
 
 # Read and decoded at a time: NumPy's cost per call is spread over 10,000 records.
 _BLOCK_BYTES = 8 << 20
 
-_KINDS: dict[Any, str] = {
-    torch.int64: "int64",
-    torch.float32: "float",
-    bytes: "bytes",
-    str: "bytes",
+_KINDS: dict[Any, tuple[str, str]] = {
+    torch.int64: ("int64", "int64"),
+    torch.float32: ("float", "float"),
+    bytes: ("bytes", "large_binary"),
+    str: ("bytes", "large_string"),
 }
+"""By dtype: the kind of the list in an Example, and the Arrow type of a value."""
 
 
 @final
@@ -63,67 +64,27 @@ class Feature:
     @property
     def kind(self) -> str:
         """Kind of the list in an Example."""
-        return _KINDS[self.dtype]
+        return _KINDS[self.dtype][0]
 
     def arrow(self) -> Any:
         """Return the Arrow type of the column."""
         arrow = pyarrow()
-        inner = {
-            torch.int64: arrow.int64(),
-            torch.float32: arrow.float32(),
-            bytes: arrow.large_binary(),
-            str: arrow.large_string(),
-        }[self.dtype]
+        inner = arrow.type_for_alias(_KINDS[self.dtype][1])
         if self.size == 1:
             return inner
         return arrow.large_list(inner) if self.size is None else arrow.list_(inner, self.size)
 
-
-@final
-@dataclass(frozen=True)
-class TFRecordFormat(ColumnFormat):
-    """TFRecord files of Examples; a range is a file.
-
-    Attributes:
-        selection: options of the user.
-        features: features to decode; `None` takes them from the first record of the first file.
-        verify: whether to check the checksums of the records; those of the lengths are always checked.
-    """
-
-    selection: ColumnSelection
-    features: Mapping[str, Feature] | None = None
-    verify: bool = True
-
-    def open(self, path: str, files: Sequence[str]) -> ColumnFile:
-        first = files[0]
-        if first not in self._plans:
-            features = self.features if self.features is not None else self._infer(files)
-            schema = pyarrow().schema([(name, each.arrow()) for name, each in features.items()])
-            self._plans[first] = (self.selection.resolve(schema, first), dict(features))
-        plan, features = self._plans[first]
-        return TFRecordColumns(
-            path, plan, {name: features[name] for name in plan.names}, self.verify
-        )
-
-    @cached_property
-    def _plans(self) -> dict[str, tuple[ColumnPlan, dict[str, Feature]]]:
-        return {}
-
-    def _infer(self, files: Sequence[str]) -> dict[str, Feature]:
-        """Return the features of the first record."""
-        blocks = (block for path in files for block in read_blocks(path, verify=self.verify))
-        for block in blocks:
-            record = block.data[block.starts[0] : block.stops[0]].tobytes()
-            dtypes: dict[str, Any] = {"int64": torch.int64, "float": torch.float32, "bytes": bytes}
-            try:
-                found = example_proto.names_of(record)
-            except BadExample as error:
-                raise ValueError(f"record 0: {error}") from error
-            return {
-                name: Feature(dtypes[kind], 1 if count == 1 else None)
-                for name, (kind, count) in found.items()
-            }
-        return {}
+    @staticmethod
+    def of(column: Any) -> Feature:
+        """Return the feature whose Arrow type a column has."""
+        size: int | None = 1
+        inner = column
+        if pyarrow().types.is_large_list(column):
+            size, inner = None, column.value_type
+        elif pyarrow().types.is_fixed_size_list(column):
+            size, inner = column.list_size, column.value_type
+        dtype = next(dtype for dtype, (_, name) in _KINDS.items() if name == str(inner))
+        return Feature(dtype, size)
 
 
 @dataclass(frozen=True)
@@ -174,37 +135,75 @@ def _block(records: Sequence[bytes], first: int) -> RecordBlock:
 
 @final
 class TFRecordColumns(ColumnFile):
-    """One TFRecord file."""
+    """TFRecord file of Examples; a range is the whole file.
+
+    Args:
+        path: the file.
+        selection: columns that the user asked for.
+        features: features to decode; `None` takes them from the first record of the first file.
+        verify: whether to check the checksums of the records; those of the lengths are always checked.
+    """
 
     def __init__(
-        self, path: str, plan: ColumnPlan, features: dict[str, Feature], verify: bool
+        self,
+        path: str,
+        selection: ColumnSelection,
+        features: Mapping[str, Feature] | None,
+        verify: bool,
     ) -> None:
-        self._path = path
-        self._plan = plan
-        self._features = features
+        super().__init__(path, selection)
+        self._given = features
         self._verify = verify
 
-    def ranges(self) -> list[RowRange]:
-        size = Path(self._path).stat().st_size
-        return [RowRange(self._path, 0, 0, size, "bytes")] if size else []
+    def schema(self, files: Sequence[str] = ()) -> Any:
+        features = self._given if self._given is not None else self._infer(files or [self.path])
+        return pyarrow().schema([(name, each.arrow()) for name, each in features.items()])
 
-    def read(self, rows: RowRange) -> Iterator[Any]:
-        for block in read_blocks(self._path, verify=self._verify):
+    def _infer(self, files: Sequence[str]) -> dict[str, Feature]:
+        """Return the features of the first record."""
+        for path in files:
+            for block in read_blocks(path, verify=self._verify):
+                record = block.data[block.starts[0] : block.stops[0]].tobytes()
+                try:
+                    found = example_proto.names_of(record)
+                except BadExample as error:
+                    raise ValueError(f"record 0: {error}") from error
+                dtypes: dict[str, Any] = {
+                    "int64": torch.int64,
+                    "float": torch.float32,
+                    "bytes": bytes,
+                }
+                return {
+                    name: Feature(dtypes[kind], 1 if count == 1 else None)
+                    for name, (kind, count) in found.items()
+                }
+        return {}
+
+    @override
+    def check(self, plan: ColumnPlan) -> None:
+        """Check nothing: records say which features they have."""
+
+    def ranges(self) -> list[RowRange]:
+        size = Path(self.path).stat().st_size
+        return [RowRange(self.path, 0, 0, size, "bytes")] if size else []
+
+    def tables(self, rows: RowRange) -> Iterator[Any]:
+        for block in read_blocks(self.path, verify=self._verify):
             try:
-                table = self._decode(block)
+                yield self._decode(block)
             except BadExample as error:
                 number = block.first + error.record
                 raise CorruptRecord(
-                    f"record {number} of file {self._path!r}: {error}",
-                    path=self._path,
+                    f"record {number} of file {self.path!r}: {error}",
+                    path=self.path,
                     record=number,
                 ) from error
-            yield self._plan.convert(table, self._path)
 
     def _decode(self, block: RecordBlock) -> Any:
-        located = example_proto.locate(block.data, block.starts, block.stops, list(self._features))
+        features = {name: Feature.of(kind) for name, kind in self.plan.types.items()}
+        located = example_proto.locate(block.data, block.starts, block.stops, list(features))
         columns = {}
-        for name, feature in self._features.items():
+        for name, feature in features.items():
             located[name].refuse_kind(name, feature.kind)
             lists = example_proto.DECODERS[feature.kind](block.data, located[name], name)
             columns[name] = _column(block.data, lists, feature, name)
@@ -225,18 +224,16 @@ def _column(
                 f"feature {name!r} has {counts[wrong[0]]} values, not {feature.size}. Give "
                 "features= with its size, or size=None for a Ragged column",
             )
-    missing = counts == 0 if feature.size is not None else np.zeros(len(counts), np.bool_)
     values = _values(data, lists, feature)
     if feature.size is None:
         offsets = np.concatenate([[0], np.cumsum(counts)])
         return arrow.LargeListArray.from_arrays(arrow.array(offsets, arrow.int64()), values)
-    if feature.size > 1 and not missing.any():
-        return arrow.FixedSizeListArray.from_arrays(values, feature.size)
+    if feature.size > 1:
+        values = arrow.FixedSizeListArray.from_arrays(values, feature.size)
+    missing = counts == 0
     if not missing.any():
         return values
     places = np.where(missing, 0, np.cumsum(~missing) - 1)
-    if feature.size > 1:
-        values = arrow.FixedSizeListArray.from_arrays(values, feature.size)
     return values.take(arrow.array(places, mask=missing))
 
 

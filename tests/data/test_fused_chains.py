@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem._data.adapters import IterableNode
 from stratagem._data.iteration import DatasetIterator, EpochCounter, EpochReader
 from stratagem._data.node import replaced, walk
 from stratagem._data.row_numbers import IndexedSource, RowsCursor
+from stratagem._data.sources import IterableNode
 from stratagem.data import Dataset
 from tests.data.pipelines_strategy import pipelines
 

@@ -17,14 +17,19 @@ import torch
 from torch.utils import data as torch_data
 from typing_extensions import override
 
-from stratagem._data import batch_rows, nests
 from stratagem._data.calling import element_randomness
 from stratagem._data.cursor import Cursor, CursorContext, State
 from stratagem._data.node import UNKNOWN, Node
 from stratagem._data.ray_source import RayDataNode, is_ray_data
-from stratagem._data.row_numbers import IndexedSource
 from stratagem._data.seeds import ElementRng, mix
-from stratagem._data.sources import IterableCursor, IteratorCursor, SlicesNode, Stateful
+from stratagem._data.sources import (
+    IterableCursor,
+    IterableNode,
+    IteratorCursor,
+    SizedNode,
+    SlicesNode,
+    Stateful,
+)
 from stratagem.errors import DataError
 
 
@@ -38,16 +43,15 @@ def node_of(source: Any) -> Node:
         return RayDataNode(source)
     if isinstance(source, torch_data.TensorDataset):
         return SlicesNode.of(tuple(source.tensors))
-    if isinstance(source, Stateful) and isinstance(source, Iterable):
-        return StatefulNode(source)  # StatefulDataLoader, datasets.IterableDataset, users' own
-    if isinstance(source, torch_data.DataLoader):
+    # Stateful are StatefulDataLoader, datasets.IterableDataset and users' own.
+    if isinstance(source, Iterable) and isinstance(source, Stateful | torch_data.DataLoader):
         return LoaderNode(source)
     # Programs often have a module of their own that is called `datasets`.
     hugging_face = sys.modules.get("datasets.arrow_dataset")
     if hugging_face is not None and isinstance(source, hugging_face.Dataset):
-        return HuggingFaceNode(source)
+        return SizedNode(source, reads_many=True)
     if isinstance(source, torch_data.Dataset) and not isinstance(source, Iterable):
-        return MapStyleNode(source)
+        return SizedNode(source)
     if isinstance(source, torch.Tensor | np.ndarray | tuple | dict):
         return SlicesNode.of(source)
     if isinstance(source, Iterator):
@@ -58,21 +62,6 @@ def node_of(source: Any) -> Node:
         f"{type(source).__name__} {source!r:.60} is not a dataset: expected an sg.data.Dataset, a "
         "DataLoader, arrays or tensors, or an iterable of batches"
     )
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class IterableNode(Node):
-    """Elements of an object that can be iterated again and again."""
-
-    source: Iterable[Any]
-
-    def open(self, context: CursorContext) -> Cursor:
-        return IterableCursor(lambda: iter(self.source), type(self.source).__name__)
-
-    @override
-    def cardinality(self) -> int:
-        return len(self.source) if isinstance(self.source, list) else UNKNOWN
 
 
 @final
@@ -105,36 +94,34 @@ class OnceNode(Node):
 
 @final
 @dataclass(frozen=True, eq=False)
-class StatefulNode(Node):
-    """Loader with positions of its own: `state_dict()`, and `load_state_dict()` before `iter`."""
+class LoaderNode(Node):
+    """A `torch.utils.data.DataLoader`, or another iterable with positions of its own."""
 
     replayable = False
-    source: Any
+    loader: Any
 
     def open(self, context: CursorContext) -> Cursor:
-        return StatefulCursor(self.source)
+        kind = StatefulCursor if isinstance(self.loader, Stateful) else TorchLoaderCursor
+        return kind(self.loader)
 
     @override
     def cardinality(self) -> int:
-        return _loader_length(self.source)
-
-
-def _loader_length(loader: Any) -> int:
-    try:
-        return len(loader)
-    except TypeError:  # over an iterable dataset
-        return UNKNOWN
+        # Over an IterableDataset the length of a DataLoader is a guess of that dataset, or an error.
+        is_loader = isinstance(self.loader, torch_data.DataLoader)
+        if is_loader and isinstance(self.loader.dataset, torch_data.IterableDataset):
+            return UNKNOWN
+        try:
+            return len(self.loader)
+        except TypeError:
+            return UNKNOWN
 
 
 class LoaderCursor(IteratorCursor):
     """Elements of a loader whose worker processes end with the cursor."""
 
     def __init__(self, source: Any) -> None:
-        super().__init__("the DataLoader")
+        super().__init__(lambda: iter(source), "the DataLoader")
         self._source = source
-
-    def _begin(self) -> Iterator[Any]:
-        return iter(self._source)
 
     @override
     def close(self) -> None:
@@ -176,25 +163,6 @@ class StatefulCursor(LoaderCursor):
                 self._iterator = self._begin()
             finally:
                 torch.default_generator.set_state(shared)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class LoaderNode(Node):
-    """A `torch.utils.data.DataLoader`, with its workers, sampler and collation."""
-
-    replayable = False
-    loader: torch_data.DataLoader[Any]
-
-    def open(self, context: CursorContext) -> Cursor:
-        return TorchLoaderCursor(self.loader)
-
-    @override
-    def cardinality(self) -> int:
-        # Over an IterableDataset the length of a DataLoader is a guess of that dataset.
-        if isinstance(self.loader.dataset, torch_data.IterableDataset):
-            return UNKNOWN
-        return _loader_length(self.loader)
 
 
 @final
@@ -255,38 +223,3 @@ class TorchLoaderCursor(LoaderCursor):
             super().restore(state)
         finally:
             torch.default_generator.set_state(shared)
-
-
-@dataclass(frozen=True, eq=False)
-class _SizedSource(IndexedSource):
-    """Object with a length whose rows are read by number."""
-
-    source: Any
-
-    @property
-    def size(self) -> int:
-        return len(self.source)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class MapStyleNode(_SizedSource):
-    """Map-style `torch.utils.data.Dataset`."""
-
-    def at(self, index: int) -> Any:
-        return nests.to_element(self.source[index])
-
-    def gather(self, indices: torch.Tensor) -> Any:
-        return batch_rows.stack([self.at(index) for index in indices.tolist()])
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class HuggingFaceNode(_SizedSource):
-    """A `datasets.Dataset`: its format decides the types, and one call reads a batch."""
-
-    def at(self, index: int) -> Any:
-        return nests.to_element(dict(self.source[index]))
-
-    def gather(self, indices: torch.Tensor) -> Any:
-        return nests.to_columns(dict(self.source[indices.tolist()]))

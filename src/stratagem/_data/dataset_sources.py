@@ -27,7 +27,7 @@ from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expan
 from stratagem._data.node import Node, replaced, walk
 from stratagem._data.readers import Reader
 from stratagem._data.row_ranges import ColumnFile, ColumnFormat, RangeSource, RowRange
-from stratagem._data.sources import GeneratorNode, RangeNode, SlicesNode, TensorsNode
+from stratagem._data.sources import GeneratorNode, IterableNode, RangeNode, SlicesNode
 from stratagem._data.tfrecord_format import Feature, TFRecordColumns
 from stratagem.errors import DataError
 
@@ -115,7 +115,7 @@ class DatasetSources(ABC):
             >>> list(sg.data.Dataset.from_tensors([1, 2]))
             [tensor([1, 2])]
         """
-        return cls(TensorsNode(nests.to_columns(tensors)))
+        return cls(IterableNode([nests.to_columns(tensors)]))
 
     @classmethod
     def from_tensor_slices(cls, tensors: Any) -> Self:

@@ -57,7 +57,7 @@ class RayDataNode(_RayNode):
     source: Any
 
     def open(self, context: CursorContext) -> Cursor:
-        return _RayCursor(lambda: _elements(read_batches(self.source)))
+        return IteratorCursor(lambda: _elements(read_batches(self.source)), "the Ray dataset")
 
     def __reduce__(self) -> Any:
         # The state is unpickled after the call of `_connected`: it needs the connection to Ray.
@@ -77,22 +77,11 @@ class SharedRayNode(_RayNode):
         if not self._readers:
             self._readers.append(_ShareReader(self.server, self.repeats))
         reader = self._readers[0]
-        return _RayCursor(lambda: _elements(reader.epoch()))
+        return IteratorCursor(lambda: _elements(reader.epoch()), "the Ray dataset")
 
     def __reduce__(self) -> Any:
         state = {"server": self.server, "repeats": self.repeats, "_readers": []}
         return _connected, (SharedRayNode, _address()), state
-
-
-class _RayCursor(IteratorCursor):
-    """Batches of one epoch."""
-
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        super().__init__("the Ray dataset")
-        self._start = begin
-
-    def _begin(self) -> Iterator[Any]:
-        return self._start()
 
 
 @final

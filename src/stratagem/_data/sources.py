@@ -1,12 +1,11 @@
-"""Sources in memory and from functions: ranges, tensors, generators.
+"""Sources in memory and from functions: ranges, tensors, iterables, generators.
 
 Files are in `file_source.py`, loaders of other libraries in `adapters.py`.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing_extensions import override
 
 from stratagem._data import batch_rows, nests
 from stratagem._data.cursor import END, Cursor, CursorContext, State
-from stratagem._data.node import Node
+from stratagem._data.node import UNKNOWN, Node
 from stratagem._data.row_numbers import IndexedSource
 from stratagem.errors import DataError
 
@@ -68,17 +67,43 @@ class SlicesNode(IndexedSource):
 
 @final
 @dataclass(frozen=True, eq=False)
-class TensorsNode(Node):
-    """One element."""
+class SizedNode(IndexedSource):
+    """Rows of an object with a length that are read by number.
 
-    element: Any
+    Attributes:
+        source: the object.
+        reads_many: whether ``source[[3, 1]]`` returns these rows as columns.
+    """
+
+    source: Any
+    reads_many: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.source)
+
+    def at(self, index: int) -> Any:
+        return nests.to_element(self.source[index])
+
+    def gather(self, indices: torch.Tensor) -> Any:
+        if self.reads_many:
+            return nests.to_columns(self.source[indices.tolist()])
+        return batch_rows.stack([self.at(index) for index in indices.tolist()])
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class IterableNode(Node):
+    """Elements of an object that can be iterated again and again."""
+
+    source: Iterable[Any]
 
     def open(self, context: CursorContext) -> Cursor:
-        return IterableCursor(lambda: iter([self.element]), "from_tensors")
+        return IterableCursor(lambda: iter(self.source), type(self.source).__name__)
 
     @override
     def cardinality(self) -> int:
-        return 1
+        return len(self.source) if isinstance(self.source, list) else UNKNOWN
 
 
 @final
@@ -146,6 +171,7 @@ class IteratorCursor(Cursor):
     The position is the number of elements read, and the position of the iterator itself if it has one.
 
     Args:
+        begin: returns a new iterator.
         what: name of the source in error messages.
     """
 
@@ -154,12 +180,12 @@ class IteratorCursor(Cursor):
     _ended = False
     _iterator: Any = None
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, begin: Callable[[], Iterator[Any]], what: str) -> None:
+        self._start = begin
         self._what = what
 
-    @abstractmethod
     def _begin(self) -> Iterator[Any]:
-        """Return a new iterator."""
+        return self._start()
 
     def _randomness(self) -> AbstractContextManager[object]:
         """Return a context that the next element is read in."""
@@ -225,13 +251,6 @@ class IteratorCursor(Cursor):
 @final
 class IterableCursor(IteratorCursor):
     """Elements of an iterable of the user."""
-
-    def __init__(self, begin: Callable[[], Iterator[Any]], what: str) -> None:
-        super().__init__(what)
-        self._start = begin
-
-    def _begin(self) -> Iterator[Any]:
-        return self._start()
 
     @override
     def next(self) -> Any:

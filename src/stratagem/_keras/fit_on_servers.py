@@ -30,7 +30,7 @@ from stratagem._keras.model_on_worker import (
     train_on_shared,
 )
 from stratagem._keras.model_strategies import strategy_of
-from stratagem._keras.optimizers_on_servers import KerasOptimizer, OptimizerOnServers, refuse
+from stratagem._keras.optimizers_on_servers import OptimizerOnServers, refuse
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter, Use
 from stratagem._strategies.parameter_server import ParameterServerStrategy
 from stratagem.errors import EndOfData, ForeignParameterError, UnsupportedOptimizer
@@ -59,7 +59,6 @@ class ModelOnServers:
         self._waiting: deque[Any] = deque()
         self._logs: Any = None
         self._metrics: dict[str, int] = {}
-        self._keras_optimizers: list[KerasOptimizer] = []
         self.optimizers: list[OptimizerOnServers] = []
         self.backup: Backup | None = None
         self.waits = False  # whether each step is waited for: train_on_batch
@@ -84,18 +83,14 @@ class ModelOnServers:
         self._adopt()
         parts = ModelParts(model)
         packed = parts.pack()
-        self._keras_optimizers = [self._built(each) for each in parts.optimizers]
-        inner = [[_on_servers(each) for each in one.inner] for one in self._keras_optimizers]
-        before, self.optimizers = self.optimizers, [each for one in inner for each in one]
+        before = self.optimizers
+        self.optimizers = [_on_servers(self._built(each)) for each in parts.optimizers]
         if self._copies is None or packed.digest != self._digest or before != self.optimizers:
             recipe = ModelRecipe(
                 packed=packed,
                 parameters=parts.parameters,
                 modules=parts.modules,
-                optimizers=[
-                    ([(each.on_servers, each.worker_settings) for each in one], wrapper.scale)
-                    for one, wrapper in zip(inner, self._keras_optimizers, strict=True)
-                ],
+                optimizers=[(each.on_servers, each.worker_settings) for each in self.optimizers],
             )
             self._copies = self._coordinator.create_per_worker_resource(WorkerModel, args=(recipe,))
             self._digest = packed.digest
@@ -104,8 +99,8 @@ class ModelOnServers:
         self._is_prepared = True
         return self._copies
 
-    def _built(self, optimizer: Any) -> KerasOptimizer:
-        """Create the variables of a Keras optimizer of the model."""
+    def _built(self, optimizer: Any) -> Any:
+        """Return a Keras optimizer of the model, with its variables created."""
         model = self._model
         refuse(optimizer)
         if not optimizer.built and optimizer is model.optimizer:
@@ -115,15 +110,14 @@ class ModelOnServers:
                 f"optimizer {optimizer.name!r} of Keras model {model.name!r} was not given to compile(optimizer=…), so that "
                 "its variables are not known. Name them before fit(): optimizer.build(variables)."
             )
-        built = KerasOptimizer(optimizer)
         known = {id(variable) for variable in model.variables}
-        for variable in (each for one in built.inner for each in one._trainable_variables):
+        for variable in optimizer._trainable_variables:
             if id(variable) not in known:
                 raise ValueError(
                     f"optimizer {optimizer.name!r} of Keras model {model.name!r} trains {variable.path!r}, which belongs to "
                     "another model. Give each model its own optimizer."
                 )
-        return built
+        return optimizer
 
     def changed(self) -> None:
         """Look, before the next step, whether the program has changed the model."""
@@ -206,8 +200,6 @@ class ModelOnServers:
         self._logs, self._metrics = result.logs, result.metrics
         for optimizer, count in zip(self.optimizers, result.updates, strict=True):
             optimizer.count_steps(count)
-        for wrapper, scale in zip(self._keras_optimizers, result.scales, strict=True):
-            wrapper.finished(scale)
         with torch.no_grad():
             for variable, change in zip(metric_variables(self._model), result.changes, strict=True):
                 variable.assign(variable.value + torch.from_numpy(np.asarray(change)))

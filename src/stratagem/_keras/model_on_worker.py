@@ -21,7 +21,6 @@ from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._keras.keras_names import names
 from stratagem._keras.metric_checks import check_metrics, flat_metrics, metric_variables
 from stratagem._keras.model_by_value import PackedModel, unpack_model
-from stratagem._keras.optimizers_on_servers import LossScale
 from stratagem._keras.server_update import import_keras
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem.errors import DataError
@@ -35,14 +34,13 @@ class ModelRecipe:
         packed: the model as data.
         parameters: of the variables; on a worker its views of them.
         modules: torch modules in its layers.
-        optimizers: for each Keras optimizer those on the servers, with the settings that workers apply (clipping and a
-            fixed loss scale), and the variable loss scale to begin with.
+        optimizers: those on the servers, each with the settings that workers apply: clipping and the scale of the loss.
     """
 
     packed: PackedModel
     parameters: Sequence[Tensor]
     modules: Sequence[nn.Module]
-    optimizers: Sequence[tuple[Sequence[tuple[Optimizer, dict[str, Any]]], LossScale | None]]
+    optimizers: Sequence[tuple[Optimizer, dict[str, Any]]]
 
 
 class StepResult(NamedTuple):
@@ -53,14 +51,12 @@ class StepResult(NamedTuple):
         metrics: numbers of the metrics (in `flat_metrics`) whose results are entries of ``logs``, by name.
         changes: of the variables of all metrics.
         updates: how often each optimizer on the servers updated the variables.
-        scales: of the loss, after the step; for each Keras optimizer.
     """
 
     logs: Any
     metrics: dict[str, int]
     changes: list[np.ndarray]
     updates: list[int]
-    scales: list[LossScale | None]
 
 
 class WorkerModel:
@@ -68,7 +64,7 @@ class WorkerModel:
 
     def __init__(self, recipe: ModelRecipe) -> None:
         import_keras("a worker")
-        self._optimizers = [WorkerOptimizer(parts, scale) for parts, scale in recipe.optimizers]
+        self._optimizers = [WorkerOptimizer(*each) for each in recipe.optimizers]
         self._model = unpack_model(
             recipe.packed, recipe.parameters, recipe.modules, self._optimizers
         )
@@ -134,7 +130,7 @@ class WorkerModel:
         self._model.reset_metrics()
         self._results.clear()
         for optimizer in self._optimizers:
-            optimizer.begin()
+            optimizer.updates = 0
 
     def _end(self, logs: Any) -> StepResult:
         metrics = {}
@@ -143,9 +139,8 @@ class WorkerModel:
                 if result is value:
                     metrics[name] = number
         changes = [now - start for now, start in zip(self._states(), self._start, strict=True)]
-        updates = [count for optimizer in self._optimizers for count in optimizer.updates]
-        scales = [optimizer.scale for optimizer in self._optimizers]
-        return StepResult(_plain(logs), metrics, changes, updates, scales)
+        updates = [optimizer.updates for optimizer in self._optimizers]
+        return StepResult(_plain(logs), metrics, changes, updates)
 
     def _states(self) -> list[np.ndarray]:
         return [np.array(variable.numpy()) for variable in metric_variables(self._model)]
@@ -181,7 +176,6 @@ def _sum(results: Sequence[StepResult]) -> StepResult:
         last.metrics,
         [np.sum(parts, axis=0) for parts in zip(*[each.changes for each in results], strict=True)],
         [sum(parts) for parts in zip(*[each.updates for each in results], strict=True)],
-        last.scales,
     )
 
 
@@ -213,21 +207,21 @@ class WorkerOptimizer:
     """The ``optimizer`` of a model on a worker: it sends gradients to the servers.
 
     Args:
-        parts: the worker's views of the optimizers that the servers run, each with ``clipnorm``, ``clipvalue``,
-            ``global_clipnorm`` and ``loss_scale_factor``. There are several for a ``MultiOptimizer``.
-        scale: of the loss, with a ``LossScaleOptimizer``.
+        on_servers: the worker's view of the optimizer that the servers run.
+        settings: ``clipnorm``, ``clipvalue``, ``global_clipnorm`` and ``loss_scale_factor``.
 
     Attributes:
-        scale: now. Every worker has its own.
+        updates: how often the servers updated the variables in this step.
     """
 
     built = True
 
-    def __init__(
-        self, parts: Sequence[tuple[Optimizer, dict[str, Any]]], scale: LossScale | None
-    ) -> None:
-        self._parts = [_OptimizerPart(on_servers, settings) for on_servers, settings in parts]
-        self.scale = scale
+    def __init__(self, on_servers: Optimizer, settings: dict[str, Any]) -> None:
+        self.updates = 0
+        self._on_servers = on_servers
+        self._scale = settings.get("loss_scale_factor")
+        clipping = {name: value for name, value in settings.items() if name != "loss_scale_factor"}
+        self._clipper = names().keras.optimizers.SGD(0.0, **clipping)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -237,32 +231,20 @@ class WorkerOptimizer:
         )
 
     @property
-    def updates(self) -> list[int]:
-        """How often the optimizers on the servers updated the variables in this step."""
-        return [part.updates for part in self._parts]
-
-    def begin(self) -> None:
-        """Begin a step."""
-        for part in self._parts:
-            part.updates = 0
-
-    @property
     @eagerly
     def learning_rate(self) -> Any:
         """The learning rate of this step."""
-        rates = {group["lr"] for part in self._parts for group in part.on_servers.param_groups}
-        if len(rates) > 1 or None in rates:
+        rate = self._on_servers.param_groups[0]["lr"]
+        if rate is None:
             raise RuntimeError(
-                "optimizer.learning_rate is not one number in a step on a worker: the servers compute a schedule for each "
-                "update, and a MultiOptimizer has several rates. Read it in a callback, on the coordinator."
+                "optimizer.learning_rate is not a number in a step on a worker: the servers compute a schedule for each "
+                "update. Read it in a callback, on the coordinator."
             )
-        return rates.pop()
+        return rate
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiply the loss, as the Keras optimizer does."""
-        fixed = self._parts[0].fixed_scale
-        loss = loss if fixed is None else loss * fixed
-        return loss if self.scale is None else loss * self.scale.scale
+        return loss if self._scale is None else loss * self._scale
 
     @eagerly
     def apply(self, grads: Sequence[Any], trainable_variables: Any) -> None:
@@ -274,52 +256,31 @@ class WorkerOptimizer:
         ]
         if not present:
             raise ValueError("No gradients provided for any variable.")
-        scale = self.scale
-        if scale is not None:
-            finite = all(bool(torch.isfinite(gradient).all()) for gradient, _ in present)
-            self.scale = scale.after(finite)
-            if not finite:
-                return  # as in Keras, which skips the step
-        for part in self._parts:
-            part.apply(present, None if scale is None else scale.scale)
-
-    def apply_gradients(self, grads_and_vars: Any) -> None:
-        """Send pairs of gradients and variables."""
-        grads, variables = zip(*grads_and_vars, strict=True)
-        self.apply(grads, variables)
-
-
-class _OptimizerPart:
-    """One optimizer of the servers, on a worker."""
-
-    def __init__(self, on_servers: Optimizer, settings: dict[str, Any]) -> None:
-        self.on_servers = on_servers
-        self.updates = 0
-        self.fixed_scale = settings.get("loss_scale_factor")
-        clipping = {name: value for name, value in settings.items() if name != "loss_scale_factor"}
-        self._clipper = names().keras.optimizers.SGD(0.0, **clipping)
-
-    def apply(self, gradients: Sequence[tuple[Tensor, Tensor]], scale: float | None) -> None:
-        """Send those gradients whose parameters it trains, without the scale of the loss."""
-        groups = self.on_servers.param_groups
-        own = {id(parameter) for group in groups for parameter in group["params"]}
-        present = [each for each in gradients if id(each[1]) in own]
-        if not present:
-            return
-        found = [gradient for gradient, _ in present]
-        for factor in (scale, self.fixed_scale):
-            found = found if factor is None else [gradient / factor for gradient in found]
-        clipped = self._clipper._clip_gradients(found)
+        groups = self._on_servers.param_groups
+        own = [parameter for group in groups for parameter in group["params"]]
         trained = {id(parameter) for _, parameter in present}
+        if not trained <= {id(parameter) for parameter in own}:
+            raise ValueError(
+                "optimizer.apply() got a variable that the optimizer was not built with. Give it the variables that "
+                "optimizer.build() or compile() got."
+            )
+        found = [
+            gradient if self._scale is None else gradient / self._scale for gradient, _ in present
+        ]
+        clipped = self._clipper._clip_gradients(found)
         with torch.no_grad():
             for (gradient, parameter), value in zip(present, clipped, strict=True):
                 if value is not gradient and parameter.grad is not None:
                     parameter.grad.copy_(value)
                 elif parameter.grad is None:
                     parameter.grad = value
-        for group in groups:
-            for parameter in group["params"]:
-                if id(parameter) not in trained:
-                    parameter.grad = None
-        self.on_servers.step()
+        for parameter in own:
+            if id(parameter) not in trained:
+                parameter.grad = None
+        self._on_servers.step()
         self.updates += 1
+
+    def apply_gradients(self, grads_and_vars: Any) -> None:
+        """Send pairs of gradients and variables."""
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables)

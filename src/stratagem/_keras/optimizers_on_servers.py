@@ -5,15 +5,13 @@
 | ``SGD`` without momentum, decay, EMA, accumulation and schedule | ``torch.optim.SGD``, on the rows of a gradient | none |
 | ``Adagrad`` likewise, if the model has an embedding | ``torch.optim.Adagrad``, on the rows of a gradient | 1e-6 relative |
 | any other that updates each variable by itself | `KerasUpdate`, with Keras' own update | none |
-| ``MultiOptimizer`` | one optimizer for each that it contains | none |
-| ``LossScaleOptimizer`` | the optimizer that it contains; each worker scales | none |
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,61 +24,12 @@ from stratagem.errors import UnsupportedOptimizer
 _ON_WORKERS = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
 """Settings that need all gradients, or the loss: workers apply them."""
 
-
-class LossScale(NamedTuple):
-    """The state of a ``LossScaleOptimizer``.
-
-    Attributes:
-        scale: the loss is multiplied by it.
-        counter: steps since it last changed.
-        growth_steps: after so many it is doubled.
-    """
-
-    scale: float
-    counter: int
-    growth_steps: int
-
-    def after(self, finite: bool) -> LossScale:
-        """Return the state after a step whose gradients were all finite, or not."""
-        if not finite:
-            return self._replace(scale=self.scale / 2, counter=0)
-        if self.counter == self.growth_steps - 1:
-            return self._replace(scale=self.scale * 2, counter=0)
-        return self._replace(counter=self.counter + 1)
-
-
-class KerasOptimizer:
-    """A Keras optimizer on the coordinator, with the optimizers inside it that update variables.
-
-    Attributes:
-        inner: those optimizers; the optimizer itself if it is no wrapper.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        optimizers = names().keras.optimizers
-        self._scaling = optimizer if isinstance(optimizer, optimizers.LossScaleOptimizer) else None
-        inner = optimizer if self._scaling is None else optimizer.inner_optimizer
-        self._multi = inner if isinstance(inner, optimizers.MultiOptimizer) else None
-        found = [inner] if self._multi is None else self._multi.optimizers
-        self.inner = [each for each in found if each._trainable_variables]
-
-    @property
-    def scale(self) -> LossScale | None:
-        """The scale of the loss that workers begin with; None if the optimizer does not scale it."""
-        if self._scaling is None:
-            return None
-        growth_steps = int(self._scaling.dynamic_growth_steps)
-        counter = int(self._scaling.step_counter)
-        return LossScale(float(self._scaling.dynamic_scale), counter, growth_steps)
-
-    def finished(self, scale: LossScale | None) -> None:
-        """Note the scale after a step, and the count of steps of the wrappers."""
-        with torch.no_grad():
-            if self._multi is not None:
-                self._multi._iterations.assign(self.inner[0]._iterations.value)
-            if self._scaling is not None and scale is not None:
-                self._scaling.dynamic_scale.assign(scale.scale)
-                self._scaling.step_counter.assign(scale.counter)
+_WRAPPERS = {
+    "LossScaleOptimizer": "Workers would each adapt a scale of their own. Use the dtype policy 'mixed_bfloat16', or the "
+    "optimizer inside it with a fixed loss_scale_factor.",
+    "MultiOptimizer": "Use one optimizer, or a train_step of your own with several.",
+}
+"""Keras optimizers around others that are refused, and what to use."""
 
 
 class OptimizerOnServers:
@@ -256,6 +205,8 @@ def refuse(optimizer: Any) -> None:
             f"{name} is an optimizer of the program, so that parameter servers cannot construct it. Use one of "
             "keras.optimizers, or another strategy."
         )
+    if name in _WRAPPERS:
+        raise UnsupportedOptimizer(f"{name} cannot run on parameter servers. {_WRAPPERS[name]}")
     clips = [n for n in _ON_WORKERS[:3] if getattr(optimizer, n, None)]
     if optimizer.gradient_accumulation_steps and clips:
         raise UnsupportedOptimizer(

@@ -7,7 +7,7 @@ metrics of the steps that have finished so far. Before an epoch's logs are read,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from stratagem._cluster.coordinator.coordinator import ClusterCoordinator
-from stratagem._cluster.coordinator.remote_values import RemoteValueStatus
+from stratagem._cluster.coordinator.remote_values import RemoteValue, RemoteValueStatus
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._core.managed import find_managed
 from stratagem._keras.backups import Backup
@@ -225,17 +225,20 @@ class ModelOnServers:
         while self._waiting:
             self._collect()
 
-    def predict(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the outputs of batches, in order."""
+    def predictions(self, batches: Iterable[Any]) -> Iterator[RemoteValue]:
+        """Schedule the prediction of batches; yield the results in order."""
         copies = self.prepare()
+        waiting: deque[RemoteValue] = deque()
         for data in batches:
-            self._waiting.append(
-                self._coordinator.schedule(WorkerModel.predict, args=(copies, data))
-            )
-            if len(self._waiting) > self._ahead:
-                yield self._waiting.popleft().get()
-        while self._waiting:
-            yield self._waiting.popleft().get()
+            waiting.append(self._coordinator.schedule(WorkerModel.predict, args=(copies, data)))
+            if len(waiting) > self._ahead:
+                yield waiting.popleft()
+        yield from waiting
+
+    def predict(self, data: Any) -> Any:
+        """Return the outputs for a batch, or those of a prediction that was scheduled."""
+        found = data if isinstance(data, RemoteValue) else next(self.predictions([data]))
+        return found.get()
 
     def end_of_epoch(self) -> Any:
         """Wait for all scheduled steps; return their logs."""
@@ -276,33 +279,3 @@ def on_servers_of(model: Any) -> ModelOnServers | None:
         found = ModelOnServers(model, strategy)
         object.__setattr__(model, ON_SERVERS, found)
     return found
-
-
-def predict(model: Any, on_servers: ModelOnServers, batches: Any, callbacks: Any) -> Any:
-    """Predict on the workers; return the joined outputs in row order.
-
-    Args:
-        model: the model.
-        on_servers: its object here.
-        batches: Keras' epoch iterator.
-        callbacks: Keras' list of callbacks.
-    """
-    tree = names().tree
-    model.stop_predicting = False
-    callbacks.on_predict_begin()
-
-    def begun() -> Iterator[Any]:
-        for first, _, data in batches:
-            if model.stop_predicting:
-                return
-            callbacks.on_predict_batch_begin(first)
-            yield data[0]
-
-    outputs: list[Any] = []
-    for number, output in enumerate(on_servers.predict(begun())):
-        outputs.append(output)
-        callbacks.on_predict_batch_end(number, {"outputs": output})
-    callbacks.on_predict_end()
-    flat = [tree.flatten(output) for output in outputs]
-    joined = [np.concatenate(parts) for parts in zip(*flat, strict=True)]
-    return tree.pack_sequence_as(outputs[0], joined)

@@ -57,10 +57,7 @@ def remote_part_of(model: Any) -> Any:
 
 def step_function(model: Any, kind: str) -> Callable[[Any], Any]:
     """Return the train, test or predict function of a model."""
-    on_servers = remote_part_of(model)
-    if kind == "predict":
-        return lambda data: next(iter(on_servers.predict(iter(data))))
-    step = getattr(on_servers, kind)
+    step = getattr(remote_part_of(model), kind)
     return lambda data: step(data[0])
 
 
@@ -77,7 +74,7 @@ def run(model: Any, method: Any, bound: inspect.BoundArguments) -> Any:
             _read_on_workers(model, on_servers, given)
         convert_inputs(name, given)
         if name == "predict":
-            return _predict(model, on_servers, **dict(list(given.items())[1:]))
+            _predict_ahead(model, on_servers, given)
         if name == "predict_on_batch":
             _build(model, given["x"])
         return method(*bound.args, **bound.kwargs)
@@ -141,32 +138,18 @@ def _build(model: Any, x: Any) -> None:
     build_for(model, x)
 
 
-def _predict(
-    model: Any,
-    on_servers: Any,
-    x: Any,
-    batch_size: int | None = None,
-    verbose: Any = "auto",
-    steps: int | None = None,
-    callbacks: Any = None,
-) -> Any:
-    from stratagem._keras import fit_on_servers
-
-    names_ = names()
-    batches = names_.EpochIterator(
-        x=x, batch_size=batch_size, steps_per_epoch=steps, shuffle=False, steps_per_execution=1
+def _predict_ahead(model: Any, on_servers: Any, given: dict[str, Any]) -> None:
+    """Replace the input of ``predict`` by the predictions of its batches, which are scheduled ahead of Keras' loop."""
+    batches = names().EpochIterator(
+        x=given["x"],
+        batch_size=given.get("batch_size"),
+        steps_per_epoch=given.get("steps"),
+        shuffle=False,
     )
-    if not isinstance(callbacks, names_.keras.callbacks.CallbackList):
-        callbacks = names_.keras.callbacks.CallbackList(
-            callbacks,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=1,
-            steps=batches.num_batches,
-            model=model,
-        )
     for _, _, data in batches:
         _build(model, data[0][0] if isinstance(data[0], tuple | list) else data[0])
         break
     batches.reset()
-    return fit_on_servers.predict(model, on_servers, batches, callbacks)
+    count = UNKNOWN if batches.num_batches is None else batches.num_batches
+    predictions = lambda: on_servers.predictions(data[0] for _, _, data in batches)
+    given.update(batch_size=None, steps=None, x=data_adapter(predictions, lambda: count))

@@ -150,16 +150,24 @@ def test_whole_values_can_be_loaded(strategy):
         nn.init.zeros_(layer.weight)
 
 
-def test_large_tensors_that_are_no_parameters_are_ordinary(strategy):
-    """Data made under the scope is built the moment it is used."""
-    with strategy.scope():
-        data = torch.zeros(1000, 8)
-        data[3] += 1
-        data.add_(1)
-        noise = torch.rand(1000, 8)
-        total = data.sum() + (noise * 0).sum()
-    assert float(total) == 8008.0
-    assert torch.cat([data, noise]).shape == (2000, 8)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda data: data.sum(),
+        lambda data: data[3] + 1,
+        lambda data: torch.cat([data, data]),
+        lambda data: data + 1,
+        lambda data: data.add_(1),
+        lambda data: F.embedding(torch.tensor([1]), data),
+        lambda data: torch.tril(data),
+    ],
+)
+def test_large_data_made_under_the_scope_is_refused_with_the_remedy(strategy, use):
+    with (
+        strategy.scope(),
+        pytest.raises(ForeignParameterError, match=r"outside the scope|nn\.init"),
+    ):
+        use(torch.zeros(1000, 8))
 
 
 def test_a_bad_threshold_is_explained(cluster, monkeypatch):

@@ -3,8 +3,8 @@
 While a scope is open, `DeferredTables` (a torch function mode) catches factory calls such as
 ``torch.empty((1_000_000_000, 16))``, with which ``nn.Embedding`` begins, and returns a `TableParameter` over a
 `DeferredTable`. In-place initialisations (``normal_``, ``uniform_``, ``nn.init`` …) are recorded. When a module has
-the table as a parameter, each server runs the recipe on its own shard. A tensor that never becomes a
-parameter is built locally at its first other use.
+the table as a parameter, each server runs the recipe on its own shard. Any other use of such a tensor before that is
+an error.
 
 Random numbers come from seeds drawn from torch's generator, one per operation and shard. ``torch.manual_seed`` repeats
 them, but they are not the numbers that one machine would draw for the whole table.
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from stratagem._ps.client.remote_keys import RemoteKeys
 from stratagem._ps.client.remote_variable import RemoteVariable
-from stratagem._ps.init_ops import SEEDS, initialise, shard_recipe
+from stratagem._ps.init_ops import SEEDS, shard_recipe
 from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.tables.worker_rows import refusal
@@ -48,7 +48,6 @@ class DeferredTable:
         self.dtype = dtype
         self.recipe: list[InitOp] = []
         self._remote: RemoteVariable | None = None
-        self._local: Tensor | None = None
         self._flush: Callable[[], None] | None = None
 
     # -------------------------------------------------------------- becoming a variable
@@ -57,16 +56,6 @@ class DeferredTable:
         """Note that a module has the table as a parameter; `flush` creates it on the servers."""
         self.name = name
         self._flush = flush
-
-    @property
-    def is_local(self) -> bool:
-        """True if the table was built in this process after all."""
-        return self._local is not None
-
-    @property
-    def may_be_local(self) -> bool:
-        """True if no module has the table, so that it can become an ordinary tensor."""
-        return self._flush is None
 
     @property
     def is_unmade(self) -> bool:
@@ -85,37 +74,29 @@ class DeferredTable:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return these rows, from the servers once the table is there."""
-        source = self._there()
-        return self.local()[ids] if source is None else source.rows(ids)
+        return self._there().rows(ids)
 
     def rows_as_asked(self, ids: Tensor) -> Tensor | None:
         """Return None: lookups on the coordinator fetch each row once."""
 
     def whole(self) -> Tensor:
         """Fetch and return all rows."""
-        source = self._there()
-        return self.local() if source is None else source.read()
+        return self._there().read()
 
     def update_rows(self, ids: Tensor, values: Tensor) -> None:
         """Overwrite rows."""
-        source = self._there()
-        if source is None:
-            self.local()[ids] = values
-        else:
-            source.update_rows(ids, values)
+        self._there().update_rows(ids, values)
 
-    def _there(self) -> RemoteVariable | None:
+    def _there(self) -> RemoteVariable:
         if self._remote is None and self._flush is not None:
             self._flush()
+        if self._remote is None:
+            raise ForeignParameterError(
+                f"a tensor of shape {self.shape}, {self.dtype}, was made under a scope of parameter servers, where a tensor "
+                "of this size becomes a table on the servers, and was used before a module had it as a parameter. Make "
+                "data outside the scope, or raise STRATAGEM_REMOTE_TABLE_BYTES."
+            )
         return self._remote
-
-    def local(self) -> Tensor:
-        """Return the tensor, built here by the same recipe."""
-        if self._local is None:
-            self._local = torch.empty(self.shape, dtype=self.dtype)
-            for operation in self.recipe:
-                initialise(self._local, operation)
-        return self._local
 
     @property
     def is_gone(self) -> bool:
@@ -125,9 +106,7 @@ class DeferredTable:
     @property
     def keys(self) -> RemoteKeys:
         """Of a dynamic table: the rows of its keys. Creates the table on the servers first."""
-        source = self._there()
-        assert source is not None
-        return source.keys
+        return self._there().keys
 
     # -------------------------------------------------------------- in-place operators
 
@@ -141,22 +120,20 @@ class DeferredTable:
                 )
             self._remote.put(values[0].to(self.dtype))
             return
-        operation = None if self._local is not None else _recorded(name, values)
+        operation = _recorded(name, values)
         if operation is not None:
             self.recipe.append(operation)
-        elif self._flush is not None and name != "copy_":
+        elif name == "copy_":
+            self._there().put(values[0].to(self.dtype))
+        else:
             raise ForeignParameterError(
                 f"{name} cannot be recorded for table {self.name!r}, which is too large to be "
                 "built here: initialise it with zero_, fill_, uniform_, normal_ or nn.init."
             )
-        else:
-            getattr(self.local(), name)(*values)
 
     def fill_row(self, row: int, value: float) -> None:
         """Set one row (an embedding's padding)."""
-        if self._local is not None:
-            self._local[row] = value
-        elif self._remote is not None:
+        if self._remote is not None:
             self._remote.update_rows(
                 torch.tensor([row]), torch.full((1, *self.shape[1:]), value, dtype=self.dtype)
             )
@@ -360,11 +337,8 @@ def _on_planned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         return _kaiming_uniform(table, args, kwargs)
     if name.startswith("new_"):  # another tensor, of our type
         return getattr(torch.empty(0, dtype=planned.dtype), name)(*args[1:], **kwargs)
-    if name in _WRITING_OPERATORS and not planned.may_be_local:
-        raise refusal(planned.name)
     if name in _WRITING_OPERATORS:
-        getattr(planned.local(), name)(*args[1:])
-        return None if name == "__setitem__" else table
+        raise refusal(planned.name)
     if name in _COMPARISONS and planned.is_unmade:
         raise ForeignParameterError(
             f"table {planned.name!r} is too large to be built here, so an initialiser that looks at "

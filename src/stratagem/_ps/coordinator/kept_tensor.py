@@ -69,12 +69,6 @@ class Kept:
         self._before: tuple[Callable[[], Tensor | None], int] = (_nothing, -1)
         # A table that is too large for this process has a plan instead of values.
         self.plan = planned_of(tensor)
-        if self.plan is not None and self.plan.is_local:
-            raise ValueError(
-                f"parameter {name!r} was built from a large tensor that something else than an "
-                "initialiser has used: it is in memory already. Make it without touching it first, or "
-                "raise STRATAGEM_REMOTE_TABLE_BYTES."
-            )
         if self.plan is not None:
             self.plan.adopt(name, owner.flush)
         self.place()

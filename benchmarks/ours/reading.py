@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+import torch
 
 import stratagem as sg
 from benchmarks import reading
@@ -66,4 +67,7 @@ class TFRecord(OurReading):
         return paths
 
     def dataset(self) -> sg.data.Dataset:
-        return sg.data.Dataset.from_tfrecord(self.paths, batch_size=self.size["batch"])
+        features = dict.fromkeys(reading.FLOATS, torch.float32) | dict.fromkeys(
+            reading.INTEGERS, torch.int64
+        )
+        return sg.data.Dataset.from_tfrecord(self.paths, features, self.size["batch"])

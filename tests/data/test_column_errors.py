@@ -74,7 +74,7 @@ def test_files_of_different_types(tmp_path):
         (Dataset.from_arrow, "a.arrow"),
         (Dataset.from_numpy, "a.npy"),
         (Dataset.from_numpy, "a.npz"),
-        (Dataset.from_tfrecord, "a.tfrecord"),
+        (lambda path: Dataset.from_tfrecord(path, {"n": torch.int64}), "a.tfrecord"),
         (Dataset.from_csv, "a.csv.gz"),
     ],
 )
@@ -123,7 +123,7 @@ def test_empty_files(tmp_path):
     with pytest.raises(CorruptRecord, match=r"b.csv.* is empty; expected a header line"):
         list(Dataset.from_csv(tmp_path / "b.csv"))
     write_tfrecords(tmp_path / "a.tfrecord", [])
-    assert list(Dataset.from_tfrecord(tmp_path / "a.tfrecord")) == []
+    assert list(Dataset.from_tfrecord(tmp_path / "a.tfrecord", {"n": torch.int64})) == []
     with pytest.raises(MissingFile, match="no file matches"):
         Dataset.from_parquet(str(tmp_path / "*.none"))
 
@@ -232,25 +232,25 @@ def test_broken_examples(tmp_path):
     with pytest.raises(
         CorruptRecord, match=r"record 1 .*feature 'n' is a list of float, not of int64"
     ):
-        list(Dataset.from_tfrecord(path))
+        list(Dataset.from_tfrecord(path, {"n": torch.int64}))
     write_tfrecords(path, [good, example({"n": [1, 2]})])
     with pytest.raises(
         CorruptRecord, match=r"record 1 .*feature 'n' has 2 values, not 1.*size=None"
     ):
-        list(Dataset.from_tfrecord(path))
+        list(Dataset.from_tfrecord(path, {"n": torch.int64}))
     write_tfrecords(path, [good, example({"m": [1]})])
     with pytest.raises(ColumnError, match=r"column 'n' .*has 1 missing value"):
-        list(Dataset.from_tfrecord(path))
+        list(Dataset.from_tfrecord(path, {"n": torch.int64}))
     write_tfrecords(path, [b"text"])
     with pytest.raises(CorruptRecord, match=r"record 0"):
-        list(Dataset.from_tfrecord(path))
+        list(Dataset.from_tfrecord(path, {"n": torch.int64}))
     raw = bytearray()
     write_tfrecords(path, [good] * 3)
     raw += path.read_bytes()
     raw[len(raw) // 3 + 14] ^= 1
     path.write_bytes(raw)
     with pytest.raises(CorruptRecord, match=r"record 1 .*checksum of its bytes"):
-        list(Dataset.from_tfrecord(path))
+        list(Dataset.from_tfrecord(path, {"n": torch.int64}))
     with pytest.raises(TypeError, match="a feature of type"):
         Feature("int")
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import stratagem as sg
 from stratagem.data import Dataset, Feature, Ragged, write_tfrecords
 from tests.data.columnar_files import example, plain
 
@@ -38,12 +39,13 @@ def test_three_kinds_and_three_sizes(tmp_path):
     assert raw["city"].tolist()[0] == b"lima"
 
 
-def test_features_come_from_the_first_record(tmp_path):
+def test_some_features_are_read(tmp_path):
     path = tmp_path / "a.tfrecord"
     write_tfrecords(path, [example({"a": [1], "b": [1.5, 2.5], "c": [b"t"]})] * 3)
-    (batch,) = Dataset.from_tfrecord(path)
+    features = {"a": torch.int64, "b": Feature(torch.float32, None), "c": bytes}
+    (batch,) = Dataset.from_tfrecord(path, features)
     assert plain(batch) == {"a": [1] * 3, "b": [[1.5, 2.5]] * 3, "c": [b"t"] * 3}
-    (chosen,) = Dataset.from_tfrecord(path, columns=["a"])
+    (chosen,) = Dataset.from_tfrecord(path, features, columns=["a"])
     assert list(chosen) == ["a"]
 
 
@@ -80,29 +82,27 @@ def records(draw):
             "other": draw(INTEGERS),
         }
         names = draw(st.permutations(sorted(features)))  # a map has no order
-        rows.append(({name: features[name] for name in names}, draw(st.booleans())))
+        rows.append({name: features[name] for name in names})
     return rows
 
 
 @settings(max_examples=150, deadline=None)
 @given(records=records())
 def test_random_examples(tmp_path_factory, records):
-    """Any order of names, packed or not, any number of values."""
+    """Any order of names, any number of values."""
     path = tmp_path_factory.mktemp("records") / "a.tfrecord"
-    write_tfrecords(path, [example(features, packed=packed) for features, packed in records])
+    write_tfrecords(path, [example(features) for features in records])
     kinds = {"i": torch.int64, "f": torch.float32, LONG_NAME: bytes}
     features = {name: Feature(kind, None) for name, kind in kinds.items()}
     numbers = {name: features[name] for name in ("i", "f")}
     (batch,) = Dataset.from_tfrecord(path, numbers)
-    assert plain(batch) == {name: [row[name] for row, _ in records] for name in numbers}
+    assert plain(batch) == {name: [row[name] for row in records] for name in numbers}
     (hashed,) = Dataset.from_tfrecord(
         path, features, columns=[LONG_NAME], hash_buckets={LONG_NAME: 1 << 40}
     )
     from stratagem.data import hash_bucket
 
-    expected = [
-        [int(hash_bucket([text], 1 << 40)) for text in row[LONG_NAME]] for row, _ in records
-    ]
+    expected = [[int(hash_bucket([text], 1 << 40)) for text in row[LONG_NAME]] for row in records]
     assert plain(hashed) == {LONG_NAME: expected}
 
 
@@ -120,8 +120,6 @@ def test_many_records_over_several_blocks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("cut", range(1, 40))
 def test_no_damage_is_read_as_data(tmp_path, cut):
     """Records cut short or changed raise; they never give wrong values or hang."""
-    import stratagem as sg
-
     whole = example({"name": [b"abc", b"d"], "n": [1, 300], "x": [0.5, 2.5]})
     path = tmp_path / "a.tfrecord"
     good = {
@@ -139,3 +137,13 @@ def test_no_damage_is_read_as_data(tmp_path, cut):
         list(Dataset.from_tfrecord(path, good, hash_buckets={"name": 9}))
     except sg.errors.DataError:
         pass  # most bytes matter for the structure; others are values
+
+
+@pytest.mark.parametrize("values", [[1, 300], [0.5, 2.5]])
+def test_numbers_that_are_not_packed_are_refused(tmp_path, values):
+    """No known program writes such Examples."""
+    path = tmp_path / "a.tfrecord"
+    write_tfrecords(path, [example({"n": values}), example({"n": values}, packed=False)])
+    dtype = torch.int64 if values[0] == 1 else torch.float32
+    with pytest.raises(sg.errors.CorruptRecord, match=r"record 1 .*'n' is broken, or not packed"):
+        list(Dataset.from_tfrecord(path, {"n": Feature(dtype, None)}))

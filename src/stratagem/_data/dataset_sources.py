@@ -306,7 +306,7 @@ class DatasetSources(ABC):
     def from_tfrecord(
         cls,
         files: Any,
-        features: Mapping[str, Feature | Any] | None = None,
+        features: Mapping[str, Feature | Any],
         batch_size: int = 1024,
         *,
         columns: Columns = None,
@@ -319,8 +319,7 @@ class DatasetSources(ABC):
 
         Args:
             files: a path or pattern, or a list of them.
-            features: a `Feature`, or only its dtype for a single value, by name. By default the first record decides:
-                a list of one value is a single value, other lists are `Ragged` columns.
+            features: a `Feature`, or only its dtype for a single value, by name.
             batch_size: rows of a batch.
             columns: names in the batch, see `from_parquet`.
             verify: whether to check the checksums of the records.
@@ -334,12 +333,10 @@ class DatasetSources(ABC):
             >>> list(sg.data.Dataset.from_tfrecord(path, {"age": torch.int64}))
             [{'age': tensor([31, 31])}]
         """
-        named = None
-        if features is not None:
-            named = {
-                name: each if isinstance(each, Feature) else Feature(each)
-                for name, each in features.items()
-            }
+        named = {
+            name: each if isinstance(each, Feature) else Feature(each)
+            for name, each in features.items()
+        }
         kind = functools.partial(TFRecordColumns, features=named, verify=verify)
         return cls(
             range_source(expand(files), kind, columns, batch_size, options, has_row_counts=False)

@@ -26,9 +26,8 @@ Places = NDArray[np.int64]
 
 PADDING = 16
 
-# A tag is the number of a field and the type of its value: 2 is "length and bytes", 0 a number, 5 four bytes.
+# A tag is the number of a field and the type of its value: 2 is "length and bytes".
 _FIRST, _SECOND = 0x0A, 0x12
-_NUMBER, _FLOAT = 0x08, 0x0D
 
 KINDS = {0x0A: "bytes", 0x12: "float", 0x1A: "int64"}
 """Kinds of lists by the tag in a Feature."""
@@ -99,32 +98,6 @@ def _words(data: Bytes, kind: str) -> NDArray[Any]:
     """Return the number that begins at each byte."""
     size = np.dtype(kind).itemsize
     return np.ndarray(len(data) - size + 1, dtype=kind, buffer=data, strides=(1,))
-
-
-def names_of(data: bytes) -> dict[str, tuple[str, int]]:
-    """Return kind and number of values of every feature of one record."""
-    buffer = np.frombuffer(data + bytes(PADDING), dtype=np.uint8)
-    bounds = np.array([0]), np.array([len(data)])
-    names = [name for name, _ in _entries(buffer, *bounds)]
-    found = locate(buffer, *bounds, names)
-    described: dict[str, tuple[str, int]] = {}
-    for name, place in found.items():
-        kind = KINDS.get(int(place.kinds[0]))
-        if kind is not None:
-            described[name] = (kind, int(DECODERS[kind](buffer, place, name).counts[0]))
-    return described
-
-
-def _entries(data: Bytes, starts: Places, stops: Places) -> list[tuple[str, int]]:
-    """Return the names in one record, in order, with their places."""
-    place, stop = _features(data, starts, stops)
-    rows = np.zeros(1, dtype=np.int64)
-    found: list[tuple[str, int]] = []
-    while place[0] < stop[0]:
-        begin, size, place = _next_entry(data, rows, place, stop)
-        text = data[begin[0] : begin[0] + size[0]].tobytes()
-        found.append((text.decode("utf-8", "replace"), int(begin[0])))
-    return found
 
 
 def _features(data: Bytes, starts: Places, stops: Places) -> tuple[Places, Places]:
@@ -276,46 +249,31 @@ def _feature(
     return np.where(filled, begin, 0), np.where(filled, end, 0), kind
 
 
-def _flat(begins: Places, counts: Places, strides: Places | int = 1) -> Places:
-    """Return ``begins[i] + strides[i] * k`` for all k below ``counts[i]``, row after row."""
-    total = int(counts.sum())
+def _flat(begins: Places, counts: Places, stride: int = 1) -> Places:
+    """Return ``begins[i] + stride * k`` for all k below ``counts[i]``, row after row."""
     before = np.cumsum(counts) - counts
-    numbers = np.arange(total) - np.repeat(before, counts)
-    if isinstance(strides, int):
-        return np.repeat(begins, counts) + numbers * strides
-    return np.repeat(begins, counts) + numbers * np.repeat(strides, counts)
+    numbers = np.arange(int(counts.sum())) - np.repeat(before, counts)
+    return np.repeat(begins, counts) + numbers * stride
 
 
-def _payload(
-    data: Bytes, place: LocatedBytes, name: str
-) -> tuple[Places, Places, NDArray[np.bool_]]:
-    """Return begin and end of the numbers of each record, and whether they are packed."""
-    begins, stops = place.begins, place.stops
-    filled = begins < stops
-    packed = filled & (data[begins] == _FIRST)
-    size, inside = _varints(data, np.where(packed, begins + 1, 0))
-    reason = f"feature {name!r} is broken"
-    _refuse(packed & (inside + size != stops), np.arange(len(begins)), reason)
-    return np.where(packed, inside, begins), stops, packed
+def _packed(data: Bytes, place: LocatedBytes, name: str) -> tuple[Places, Places]:
+    """Return begin and length of the packed numbers of each record."""
+    filled = place.begins < place.stops
+    size, inside = _varints(data, np.where(filled, place.begins + 1, 0))
+    wrong = (data[place.begins] != _FIRST) | (inside + size != place.stops)
+    _refuse(filled & wrong, np.arange(len(filled)), f"feature {name!r} is broken, or not packed")
+    return np.where(filled, inside, 0), np.where(filled, size, 0)
 
 
 def floats(data: Bytes, place: LocatedBytes, name: str) -> Lists:
     """Return the float32 values of a feature."""
     heads = _words(data, "<u2")[place.begins]
     if (place.stops - place.begins == 6).all() and (heads == (_FIRST | 4 << 8)).all():
-        values = _words(data, "<f4")[place.begins + 2]  # the usual case: one packed value
+        values = _words(data, "<f4")[place.begins + 2]  # the usual case: one value
         return Lists(values, np.ones(len(values), np.int64))
-    begins, stops, packed = _payload(data, place, name)
-    # Packed: 4 bytes a value. Else a tag before each value.
-    strides = np.where(packed, 4, 5)
-    counts = (stops - begins) // strides
-    rows = np.arange(len(begins))
-    wrong = (counts * strides != stops - begins) | (
-        ~packed & (counts > 0) & (data[begins] != _FLOAT)
-    )
-    _refuse(wrong, rows, f"feature {name!r} is broken")
-    numbers = _words(data, "<f4")[_flat(begins + np.where(packed, 0, 1), counts, strides)]
-    return Lists(numbers, counts)
+    begins, lengths = _packed(data, place, name)
+    _refuse(lengths % 4 != 0, np.arange(len(begins)), f"feature {name!r} is broken")
+    return Lists(_words(data, "<f4")[_flat(begins, lengths // 4, 4)], lengths // 4)
 
 
 def _single_integers(data: Bytes, place: LocatedBytes) -> NDArray[np.int64] | None:
@@ -351,35 +309,19 @@ def integers(data: Bytes, place: LocatedBytes, name: str) -> Lists:
     single = _single_integers(data, place)
     if single is not None:
         return Lists(single, np.ones(len(single), np.int64))
-    begins, stops, packed = _payload(data, place, name)
-    filled = begins < stops
-    lengths = stops - begins
+    begins, lengths = _packed(data, place, name)
     places = _flat(begins, lengths)
-    final = data[places] < 0x80  # the last byte of a number
-    rows = np.repeat(np.arange(len(begins)), lengths)
-    ends = np.flatnonzero(final)
+    is_last = data[places] < 0x80  # the last byte of a number
+    ends = np.flatnonzero(is_last)
     starts = np.concatenate([[0], ends[:-1] + 1])[: len(ends)]
+    rows = np.repeat(np.arange(len(begins)), lengths)
     counts = np.bincount(rows[ends], minlength=len(begins))
-    last = np.cumsum(lengths)[filled] - 1
-    wrong = np.zeros(len(begins), dtype=np.bool_)
-    wrong[filled] = ~final[last]
-    _refuse(wrong, np.arange(len(begins)), f"feature {name!r} is broken: a number does not end")
-    values, _ = _varints(data, places[starts])
-    # Not packed: a tag, which also decodes as a number, precedes each number.
-    tagged = ~packed & filled
-    if tagged.any():
-        number = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
-        of_tagged = np.repeat(tagged, counts)
-        is_tag = of_tagged & (number % 2 == 0)
-        wrong = np.zeros(len(begins), dtype=np.bool_)
-        np.logical_or.at(wrong, rows[ends][is_tag & (values != _NUMBER)], True)
-        _refuse(
-            wrong | (tagged & (counts % 2 == 1)),
-            np.arange(len(begins)),
-            f"feature {name!r} is broken",
-        )
-        values, counts = values[~is_tag], np.where(tagged, counts // 2, counts)
-    return Lists(values, counts)
+    open_ended = np.zeros(len(begins), dtype=np.bool_)
+    filled = lengths > 0
+    open_ended[filled] = ~is_last[np.cumsum(lengths)[filled] - 1]
+    reason = f"feature {name!r} is broken: a number does not end"
+    _refuse(open_ended, np.arange(len(begins)), reason)
+    return Lists(_varints(data, places[starts])[0], counts)
 
 
 def byte_strings(data: Bytes, place: LocatedBytes, name: str) -> Lists:

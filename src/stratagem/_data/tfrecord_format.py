@@ -74,18 +74,6 @@ class Feature:
             return inner
         return arrow.large_list(inner) if self.size is None else arrow.list_(inner, self.size)
 
-    @staticmethod
-    def of(column: Any) -> Feature:
-        """Return the feature whose Arrow type a column has."""
-        size: int | None = 1
-        inner = column
-        if pyarrow().types.is_large_list(column):
-            size, inner = None, column.value_type
-        elif pyarrow().types.is_fixed_size_list(column):
-            size, inner = column.list_size, column.value_type
-        dtype = next(dtype for dtype, (_, name) in _KINDS.items() if name == str(inner))
-        return Feature(dtype, size)
-
 
 @dataclass(frozen=True)
 class RecordBlock:
@@ -140,7 +128,7 @@ class TFRecordColumns(ColumnFile):
     Args:
         path: the file.
         selection: columns that the user asked for.
-        features: features to decode; `None` takes them from the first record of the first file.
+        features: the features that the records have.
         verify: whether to check the checksums of the records; those of the lengths are always checked.
     """
 
@@ -148,36 +136,16 @@ class TFRecordColumns(ColumnFile):
         self,
         path: str,
         selection: ColumnSelection,
-        features: Mapping[str, Feature] | None,
+        features: Mapping[str, Feature],
         verify: bool,
     ) -> None:
         super().__init__(path, selection)
-        self._given = features
+        self._features = features
         self._verify = verify
 
     def schema(self, files: Sequence[str] = ()) -> Any:
-        features = self._given if self._given is not None else self._infer(files or [self.path])
-        return pyarrow().schema([(name, each.arrow()) for name, each in features.items()])
-
-    def _infer(self, files: Sequence[str]) -> dict[str, Feature]:
-        """Return the features of the first record."""
-        for path in files:
-            for block in read_blocks(path, verify=self._verify):
-                record = block.data[block.starts[0] : block.stops[0]].tobytes()
-                try:
-                    found = example_proto.names_of(record)
-                except BadExample as error:
-                    raise ValueError(f"record 0: {error}") from error
-                dtypes: dict[str, Any] = {
-                    "int64": torch.int64,
-                    "float": torch.float32,
-                    "bytes": bytes,
-                }
-                return {
-                    name: Feature(dtypes[kind], 1 if count == 1 else None)
-                    for name, (kind, count) in found.items()
-                }
-        return {}
+        fields = [(name, feature.arrow()) for name, feature in self._features.items()]
+        return pyarrow().schema(fields)
 
     @override
     def check(self, plan: ColumnPlan) -> None:
@@ -200,10 +168,10 @@ class TFRecordColumns(ColumnFile):
                 ) from error
 
     def _decode(self, block: RecordBlock) -> Any:
-        features = {name: Feature.of(kind) for name, kind in self.plan.types.items()}
-        located = example_proto.locate(block.data, block.starts, block.stops, list(features))
+        located = example_proto.locate(block.data, block.starts, block.stops, self.plan.names)
         columns = {}
-        for name, feature in features.items():
+        for name in self.plan.names:
+            feature = self._features[name]
             located[name].refuse_kind(name, feature.kind)
             lists = example_proto.DECODERS[feature.kind](block.data, located[name], name)
             columns[name] = _column(block.data, lists, feature, name)

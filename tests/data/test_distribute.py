@@ -185,7 +185,6 @@ def test_run_takes_the_steps(two):
 def test_inp_9_iteration(two):
     dataset = two.distribute_dataset(Dataset.range(5).batch(2))
     assert dataset.cardinality == 3
-    assert dataset.cardinality() == 3
     assert len(dataset) == 3
     iterator = iter(dataset)
     assert len(list(iterator)) == 3

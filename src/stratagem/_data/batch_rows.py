@@ -37,6 +37,11 @@ def count_rows(nest: Any, *, what: str) -> int:
     return rows
 
 
+def rows_of(element: Any) -> int:
+    """Return the number of rows of an element; an element without a first dimension counts as one row."""
+    return next((len(leaf) for leaf in nests.leaves(element) if has_rows(leaf)), 1)
+
+
 def _rows_error(nest: Any, what: str) -> UnequalRows:
     named = list(nests.named_leaves(nest))
     scalars = [name for name, leaf in named if not has_rows(leaf)]

@@ -19,7 +19,13 @@ from stratagem._data.calling import UserFunction
 from stratagem._data.combining import ConcatenateNode, InterleaveNode, ZipNode
 from stratagem._data.cursor import END
 from stratagem._data.dataset_sources import DatasetSources
-from stratagem._data.iteration import DatasetIterator, EpochCounter, EpochReader, outline
+from stratagem._data.iteration import (
+    DatasetIterator,
+    EpochCounter,
+    EpochReader,
+    EpochSource,
+    outline,
+)
 from stratagem._data.node import INFINITE, UNKNOWN, Node, walk
 from stratagem._data.options import SHARD_HINT, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE, FilterNode, MapNode, PrefetchNode
@@ -37,7 +43,7 @@ from stratagem.errors import DataError
 
 
 @final
-class Dataset(DatasetSources):
+class Dataset(EpochSource, DatasetSources):
     """Lazy pipeline of elements: nests of tensors.
 
     Each method returns a new dataset and leaves this one unchanged. A function given to a method gets a
@@ -56,8 +62,7 @@ class Dataset(DatasetSources):
                 "Dataset() is not called directly. Use Dataset.from_tensor_slices(...), .range(...), "
                 f".from_files(...), or sg.data.as_dataset({node!r:.40})."
             )
-        self.node = node
-        self._epochs = EpochCounter()
+        super().__init__(node)
         self._spec: Any = None
 
     def map(
@@ -361,9 +366,6 @@ class Dataset(DatasetSources):
             raise TypeError(f"len() of {outline(self.node)}, which {kind}")
         return size
 
-    def __bool__(self) -> bool:
-        return True
-
     @property
     def element_spec(self) -> Any:
         """Shapes and dtypes of the elements, as a nest of `TensorSpec`.
@@ -382,19 +384,6 @@ class Dataset(DatasetSources):
             self._spec = specs.spec_of(element, rows_vary=self.node.rows_vary)
         return self._spec
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Fold the elements: ``state = reduce_func(state, element)``.
-
-        Example:
-            >>> import stratagem as sg
-            >>> int(sg.data.Dataset.range(4).reduce(0, lambda total, x: total + x))
-            6
-        """
-        state = initial_state
-        for element in self:
-            state = reduce_func(state, element)
-        return state
-
     def as_numpy_iterator(self) -> Iterator[Any]:
         """Yield the elements with NumPy arrays instead of tensors.
 
@@ -408,29 +397,6 @@ class Dataset(DatasetSources):
 
     def __iter__(self) -> DatasetIterator:
         return DatasetIterator(EpochReader(self._epochs, self.node))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the newest iterator and the number of epochs, as plain values.
-
-        Example:
-            >>> import stratagem as sg
-            >>> dataset = sg.data.Dataset.range(5)
-            >>> iterator = iter(dataset)
-            >>> _ = next(iterator)
-            >>> resumed = sg.data.Dataset.range(5)
-            >>> resumed.load_state_dict(dataset.state_dict())
-            >>> [int(x) for x in resumed]
-            [1, 2, 3, 4]
-        """
-        return self._epochs.state(self.node)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position: the next ``iter()`` begins there.
-
-        Raises:
-            ValueError: the position belongs to another pipeline.
-        """
-        self._epochs.load(state, self.node)
 
     def __reduce__(self) -> Any:
         return (Dataset, (self.node,))  # without epochs, seeds and caches

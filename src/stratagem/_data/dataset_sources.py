@@ -373,7 +373,7 @@ class DatasetSources(ABC):
         """
         source = self._range_source()
         chosen = tuple(ranges)
-        return type(self)(replaced(self.node, source, replace(source, only=chosen, share=(0, 1))))
+        return type(self)(replaced(self.node, source, replace(source, only=chosen)))
 
     def _range_source(self) -> RangeSource:
         sources = [node for node in walk(self.node) if not node.inputs]

@@ -21,7 +21,13 @@ from stratagem._data.calling import UserFunction
 from stratagem._data.combining import ConsecutiveNode, SideBySideNode
 from stratagem._data.cursor import END, Cursor
 from stratagem._data.dataset import Dataset, as_dataset
-from stratagem._data.iteration import ElementIterator, EpochCounter, EpochReader, outline
+from stratagem._data.iteration import (
+    ElementIterator,
+    EpochCounter,
+    EpochReader,
+    EpochSource,
+    outline,
+)
 from stratagem._data.node import Node
 from stratagem._data.seeds import mix
 from stratagem._data.transfer import DeviceTransfer
@@ -165,25 +171,8 @@ def _checked(options: InputOptions | None) -> InputOptions:
     return options
 
 
-class Cardinality(int):
-    """Number of elements that can also be called to return itself.
-
-    tf.distribute has ``cardinality`` as a property here and as a method on datasets.
-
-    Example:
-        >>> Cardinality(3) == Cardinality(3)() == 3
-        True
-    """
-
-    __slots__ = ()
-
-    def __call__(self) -> int:
-        """Return the number itself."""
-        return int(self)
-
-
 @final
-class DistributedDataset:
+class DistributedDataset(EpochSource):
     """Steps for the replicas of a strategy; pass each one to ``run``.
 
     With one replica the steps are the elements of the dataset. With several, each leaf is a `PerReplica`:
@@ -200,9 +189,10 @@ class DistributedDataset:
     """
 
     def __init__(self, node: Node, plan: DistributionPlan) -> None:
+        # Functions of `map` get a seed for each step.
+        super().__init__(EnumerateNode(node, 0) if plan.functions else node, plan.base_seed)
         self._node = node
         self._plan = plan
-        self._epochs = EpochCounter(base_seed=plan.base_seed)
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._begin(self._epochs))
@@ -210,36 +200,17 @@ class DistributedDataset:
     def _begin(self, epochs: EpochCounter) -> EpochReader:
         plan = self._plan
         wrap = lambda cursor, seed: _read_ahead(plan, cursor, seed)
-        return EpochReader(epochs, self._pipeline(), wrap)
-
-    def _pipeline(self) -> Node:
-        return EnumerateNode(self._node, 0) if self._plan.functions else self._node
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the newest iterator and the number of epochs, as plain values."""
-        return self._epochs.state(self._pipeline())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position: the next ``iter()`` begins there.
-
-        Raises:
-            ValueError: the position belongs to another pipeline.
-        """
-        self._epochs.load(state, self._pipeline())
+        return EpochReader(epochs, self.node, wrap)
 
     @property
-    def cardinality(self) -> Cardinality:
+    def cardinality(self) -> int:
         """Number of steps, or `INFINITE`, or `UNKNOWN`."""
-        return Cardinality(self._node.cardinality())
+        return self._node.cardinality()
 
     def __len__(self) -> int:
-        size = self._node.cardinality()
-        if size < 0:
+        if self.cardinality < 0:
             raise TypeError(f"len() of {self!r}: its number of steps is not known")
-        return size
-
-    def __bool__(self) -> bool:
-        return True
+        return self.cardinality
 
     @property
     def element_spec(self) -> Any:
@@ -273,13 +244,6 @@ class DistributedDataset:
         """
         functions = (*self._plan.functions, UserFunction(map_func, "map"))
         return DistributedDataset(self._node, replace(self._plan, functions=functions))
-
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Fold the steps: ``state = reduce_func(state, step)``."""
-        state = initial_state
-        for element in self:
-            state = reduce_func(state, element)
-        return state
 
     def __reduce__(self) -> Any:
         return (DistributedDataset, (self._node, self._plan))
@@ -320,8 +284,6 @@ def _read_ahead(plan: DistributionPlan, cursor: Cursor, seed: int) -> Prefetcher
 def _prepare(
     raw: Any, plan: DistributionPlan, transfer: DeviceTransfer, seed: int
 ) -> _PreparedStep:
-    if plan.kind == "split" and not plan.functions:
-        return _PreparedStep(_split(raw, plan.replicas, transfer), transfer.copies())
     number = 0
     if plan.functions:
         number_tensor, raw = raw
@@ -332,28 +294,11 @@ def _prepare(
         for replica, part in enumerate(parts):
             own = mix(seed, place, number, replica)
             parts[replica] = nests.to_element(function.call(part, number=number, seed=own))
-        rows = [_rows(part) for part in parts]
+        rows = [batch_rows.rows_of(part) for part in parts]
     value = parts[0]
     if plan.replicas > 1:
         value = nests.zip_leaves(lambda found: PerReplica(found, rows=rows), parts)
     return _PreparedStep(value, transfer.copies())
-
-
-def _split(raw: Any, replicas: int, transfer: DeviceTransfer) -> Any:
-    """Split and move every leaf in one walk: the common case."""
-    if replicas == 1:
-        return transfer.move(raw, 0)
-    sizes = _split_sizes(raw, replicas)
-
-    def split_leaf(leaf: Any) -> PerReplica:
-        return PerReplica(transfer.move_all(batch_rows.cut_leaf(leaf, sizes)), rows=sizes)
-
-    return nests.map_leaves(split_leaf, raw)
-
-
-def _split_sizes(raw: Any, replicas: int) -> list[int]:
-    rows = batch_rows.count_rows(raw, what=f"a batch to be split for {replicas} replicas")
-    return batch_rows.split_sizes(rows, replicas)
 
 
 def _parts(raw: Any, plan: DistributionPlan) -> tuple[list[Any], list[int]]:
@@ -361,18 +306,14 @@ def _parts(raw: Any, plan: DistributionPlan) -> tuple[list[Any], list[int]]:
     if plan.kind == "split":
         if plan.replicas == 1:
             return [raw], [0]
-        sizes = _split_sizes(raw, plan.replicas)
+        what = f"a batch to be split for {plan.replicas} replicas"
+        sizes = batch_rows.split_sizes(batch_rows.count_rows(raw, what=what), plan.replicas)
         return batch_rows.cut(raw, sizes), sizes
     found = list(raw) + [None] * (plan.replicas - len(raw))
     like = next(element for element in found if element is not None)
     parts = [batch_rows.without_rows(like) if element is None else element for element in found]
-    rows = [0 if element is None else _rows(element) for element in found]
+    rows = [0 if element is None else batch_rows.rows_of(element) for element in found]
     return parts, rows
-
-
-def _rows(part: Any) -> int:
-    """Return the rows of one replica's part; an element without a first dimension counts as one."""
-    return next((len(leaf) for leaf in nests.leaves(part) if batch_rows.has_rows(leaf)), 1)
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, final
@@ -283,3 +283,58 @@ class DatasetIterator(ElementIterator):
         if element is END:
             raise StopIteration
         return element
+
+
+class EpochSource(ABC):
+    """Base of the public datasets: every `iter()` begins a new epoch of a pipeline, from a position if one was loaded.
+
+    Attributes:
+        node: the pipeline.
+    """
+
+    def __init__(self, node: Node, base_seed: int | None = None) -> None:
+        self.node = node
+        self._epochs = EpochCounter(base_seed=base_seed)
+
+    @abstractmethod
+    def __iter__(self) -> ElementIterator:
+        """Begin an epoch."""
+
+    def __bool__(self) -> bool:
+        return True  # also without elements, as len() may be unknown
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Fold the elements: ``state = reduce_func(state, element)``.
+
+        Example:
+            >>> import stratagem as sg
+            >>> int(sg.data.Dataset.range(4).reduce(0, lambda total, x: total + x))
+            6
+        """
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the newest iterator and the number of epochs, as plain values.
+
+        Example:
+            >>> import stratagem as sg
+            >>> dataset = sg.data.Dataset.range(5)
+            >>> iterator = iter(dataset)
+            >>> _ = next(iterator)
+            >>> resumed = sg.data.Dataset.range(5)
+            >>> resumed.load_state_dict(dataset.state_dict())
+            >>> [int(x) for x in resumed]
+            [1, 2, 3, 4]
+        """
+        return self._epochs.state(self.node)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a saved position: the next ``iter()`` begins there.
+
+        Raises:
+            ValueError: the position belongs to another pipeline.
+        """
+        self._epochs.load(state, self.node)

@@ -169,7 +169,6 @@ class RangeSource(FileSource):
         drop_remainder: whether to drop a last batch with fewer rows.
         threads: number of threads that read; 0 to read in the caller's thread, -1 to choose.
         only: the ranges to read; `None` for all ranges of the files.
-        share: (worker, workers): of the ranges, read those of one worker.
         reference: file whose columns all files must have; `None` for the first file.
     """
 
@@ -178,7 +177,6 @@ class RangeSource(FileSource):
     drop_remainder: bool = False
     threads: int = -1
     only: tuple[RowRange, ...] | None = None
-    share: tuple[int, int] = (0, 1)
     reference: str | None = None
 
     @property
@@ -193,11 +191,6 @@ class RangeSource(FileSource):
 
     def open(self, context: CursorContext) -> Cursor:
         return RangesCursor(self, context)
-
-    @property
-    def is_listed(self) -> bool:
-        """True if `ranges` has to be listed before reading; else each file lists its own."""
-        return self.only is not None or self.share != (0, 1)
 
     def open_file(self, path: str) -> ColumnFile:
         """Open one of the files.
@@ -221,11 +214,9 @@ class RangeSource(FileSource):
     @cached_property
     def ranges(self) -> tuple[RowRange, ...]:
         """All ranges that this source reads, in order. Reads the metadata of all files."""
-        found = self.only
-        if found is None:
-            found = tuple(each for path in self.files for each in self.file_ranges(path)[1])
-        index, workers = self.share
-        return found[index::workers]
+        if self.only is not None:
+            return self.only
+        return tuple(each for path in self.files for each in self.file_ranges(path)[1])
 
     @override
     def cardinality(self) -> int:
@@ -236,10 +227,8 @@ class RangeSource(FileSource):
 
     def shared(self, workers: int, index: int) -> RangeSource:
         """Return the share of one worker: every n-th file, or ranges of rows if there are too few files."""
-        if self.is_listed or len(self.files) < workers:
-            return replace(
-                self, share=(index, workers), only=self.ranges if self.is_listed else None
-            )
+        if self.only is not None or len(self.files) < workers:
+            return replace(self, only=self.ranges[index::workers])
         reference = self.reference or self.files[0]
         return replace(self, files=self.files[index::workers], reference=reference)
 
@@ -316,9 +305,9 @@ class RangesCursor(ChunkCursor[RangeSource]):
     def _ranges(self) -> Iterator[_OpenRange]:
         node = self._node
         first, number = self._start
-        if node.is_listed:
+        if node.only is not None:
             file: tuple[str, ColumnFile] | None = None
-            for place, rows in enumerate(node.ranges[number:], number):
+            for place, rows in enumerate(node.only[number:], number):
                 if file is None or file[0] != rows.path:
                     file = (rows.path, node.open_file(rows.path))
                 yield _OpenRange((0, place), rows.path, file[1].batches(rows))

@@ -7,6 +7,7 @@ the same elements with any number of threads, and a position is a few integers.
 from __future__ import annotations
 
 import random
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,35 +50,25 @@ class ElementRng:
         True
     """
 
-    __slots__ = ("_numpy", "_python", "_torch", "seed")
-
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._torch: torch.Generator | None = None
-        self._numpy: np.random.Generator | None = None
-        self._python: random.Random | None = None
 
-    @property
+    @cached_property
     def torch(self) -> torch.Generator:
         """CPU generator of torch."""
-        if self._torch is None:
-            self._torch = torch.Generator()
-            self._torch.manual_seed(self.seed & (_MASK >> 1))
-        return self._torch
+        generator = torch.Generator()
+        generator.manual_seed(self.seed & (_MASK >> 1))
+        return generator
 
-    @property
+    @cached_property
     def numpy(self) -> np.random.Generator:
         """Generator of NumPy."""
-        if self._numpy is None:
-            self._numpy = np.random.Generator(np.random.PCG64(self.seed))
-        return self._numpy
+        return np.random.Generator(np.random.PCG64(self.seed))
 
-    @property
+    @cached_property
     def python(self) -> random.Random:
         """Generator of Python."""
-        if self._python is None:
-            self._python = random.Random(self.seed)
-        return self._python
+        return random.Random(self.seed)
 
     def __repr__(self) -> str:
         return f"ElementRng(seed={self.seed:#x})"

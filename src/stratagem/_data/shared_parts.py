@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any, Final, Self, final
 
 from stratagem import metrics
-from stratagem._data import batch_rows, nests
+from stratagem._data import batch_rows
 from stratagem._data.batching import BatchNode
 from stratagem._data.combining import InterleaveNode
 from stratagem._data.cursor import END
@@ -227,7 +227,7 @@ def _over(node: Node, part: Part) -> Node:
         assert isinstance(source, RangeSource)
         # Several parts are open at a time, and each thread reads ahead in one.
         threads = 1 if source.threads < 0 else source.threads
-        chosen = replace(source, only=part.ranges, share=(0, 1), threads=threads)
+        chosen = replace(source, only=part.ranges, threads=threads)
         return replaced(node, source, chosen)
     if part.files:
         assert isinstance(source, FileSource)
@@ -308,7 +308,7 @@ class LeasedReader:
         element = self._read(lease)
         self._waited.record(perf_counter() - began)
         lease.taken += 1
-        lease.rows += rows_of(element)
+        lease.rows += batch_rows.rows_of(element)
         return element
 
     def get_next(self) -> Any:
@@ -355,9 +355,3 @@ class LeasedReader:
 def _close_all(opened: OrderedDict[tuple[int, int, int], _OpenPart]) -> None:
     while opened:
         opened.popitem()[1].reader.close()
-
-
-def rows_of(element: Any) -> int:
-    """Return the number of rows of an element; an element without a first dimension counts as one row."""
-    first: Any = next(iter(nests.leaves(element)), None)
-    return len(first) if batch_rows.has_rows(first) else 1

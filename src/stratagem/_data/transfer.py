@@ -45,12 +45,6 @@ class DeviceTransfer:
         with torch.cuda.stream(stream):
             return nests.map_leaves(lambda leaf: _to_cuda(leaf, device), part)
 
-    def move_all(self, parts: list[Any]) -> list[Any]:
-        """Return one part per replica, each on its device."""
-        if self.idle:
-            return parts
-        return [self.move(part, replica) for replica, part in enumerate(parts)]
-
     def copies(self) -> list[tuple[torch.cuda.Stream, torch.cuda.Event]]:
         """Return an event per stream that marks the end of the copies so far."""
         return [(stream, stream.record_event()) for stream in self._streams.values()]

@@ -5,7 +5,6 @@ from stratagem._cluster.discovery.platform_resolvers import (
     ExecutableLocation,
     GCEClusterResolver,
     KubernetesClusterResolver,
-    SageMakerClusterResolver,
     SlurmClusterResolver,
 )
 from stratagem._cluster.discovery.resolvers import (
@@ -23,7 +22,6 @@ __all__ = [
     "FileResolver",
     "GCEClusterResolver",
     "KubernetesClusterResolver",
-    "SageMakerClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",

@@ -1,4 +1,4 @@
-"""Cluster specifications and resolvers (CLS-1, CLS-2, CDF-1, RES-1 … RES-7)."""
+"""Cluster specifications and resolvers (CLS-1, CLS-2, CDF-1, RES-1 … RES-6)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from stratagem.cluster_resolver import (
     ExecutableLocation,
     GCEClusterResolver,
     KubernetesClusterResolver,
-    SageMakerClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
@@ -274,18 +273,3 @@ def test_compute_engine_group() -> None:
         resolver.task_type = "ps"
     with pytest.raises(ImportError, match="service"):
         GCEClusterResolver("p", "z", "g", 5)
-
-
-def test_sagemaker_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RES-7."""
-    for name in ("SM_HOSTS", "SM_CURRENT_HOST"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(AssertionError, match="SageMaker training job"):
-        SageMakerClusterResolver()
-    monkeypatch.setenv("SM_HOSTS", '["b", "a"]')
-    monkeypatch.setenv("SM_CURRENT_HOST", "b")
-    resolver = SageMakerClusterResolver(port=7)
-    assert resolver.cluster_spec() == {"worker": ["a:7", "b:7"]}
-    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
-    monkeypatch.setenv("SM_CURRENT_HOST", "c")
-    assert not SageMakerClusterResolver().cluster_spec()

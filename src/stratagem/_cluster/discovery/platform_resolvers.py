@@ -1,4 +1,4 @@
-"""Resolvers that query another system: Slurm, Kubernetes, Google Compute Engine, SageMaker.
+"""Resolvers that query another system: Slurm, Kubernetes, Google Compute Engine.
 
 Client libraries are imported only when used, and every resolver accepts a client instead.
 """
@@ -6,7 +6,6 @@ Client libraries are imported only when used, and every resolver accepts a clien
 from __future__ import annotations
 
 import enum
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -390,46 +389,3 @@ def _compute_service(credentials: Any) -> Any:
         ) from error
     given = {} if credentials == "default" else {"credentials": credentials}
     return discovery.build("compute", "v1", **given)
-
-
-@final
-class SageMakerClusterResolver(ClusterResolver):
-    """Resolver of the hosts of a SageMaker training job, all of them workers.
-
-    Example:
-        >>> from unittest import mock
-        >>> import stratagem as sg
-        >>> hosts = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
-        >>> with mock.patch.dict("os.environ", hosts):
-        ...     resolver = sg.cluster_resolver.SageMakerClusterResolver()
-        ...     resolver.cluster_spec().as_dict(), resolver.task_id
-        ({'worker': ['algo-1:2223', 'algo-2:2223']}, 1)
-    """
-
-    def __init__(
-        self,
-        port: int = 2223,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-        environment: str = "",
-    ) -> None:
-        hosts, here = config.environment("SM_HOSTS"), config.environment("SM_CURRENT_HOST")
-        if hosts is None or here is None:
-            raise AssertionError(
-                "SM_HOSTS and SM_CURRENT_HOST are not set: SageMakerClusterResolver works in a "
-                "SageMaker training job."
-            )
-        names = sorted(json.loads(hosts))
-        known = here in names
-        super().__init__(
-            task_type=task_type if task_type is not None else ("worker" if known else None),
-            task_id=task_id if task_id is not None else (names.index(here) if known else None),
-            rpc_layer=rpc_layer,
-            environment=environment,
-        )
-        self._spec = ClusterSpec({"worker": [f"{name}:{port}" for name in names]} if known else {})
-
-    @override
-    def cluster_spec(self) -> ClusterSpec:
-        return ClusterSpec(self._spec)

@@ -222,23 +222,23 @@ class Event:
 
     Example:
         >>> from stratagem import metrics
-        >>> registry = metrics.Registry(source="worker 0")
+        >>> registry = metrics.Registry()
         >>> registry.event("worker lost", worker=1, reason="no heartbeat")
-        >>> [(e.source, e.name, e.facts) for e in registry.snapshot().events]
-        [('worker 0', 'worker lost', {'worker': 1, 'reason': 'no heartbeat'})]
+        >>> [(e.name, e.facts) for e in registry.snapshot().events]
+        [('worker lost', {'worker': 1, 'reason': 'no heartbeat'})]
     """
 
     time_s: float
     """Seconds since 1970, by the clock of the process that recorded the event."""
-
-    source: str
-    """Task that recorded the event, such as ``worker 0``."""
 
     name: str
     """Description of the occurrence."""
 
     facts: Mapping[str, Plain] = field(default_factory=dict)
     """Values that belong to the occurrence."""
+
+    source: str = ""
+    """Task that recorded the event, such as ``worker 0``; empty in the task itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,14 +247,11 @@ class Snapshot:
 
     Example:
         >>> from stratagem import metrics
-        >>> here = metrics.Registry(source="worker 0")
+        >>> here = metrics.Registry()
         >>> here.counter("steps").add(3)
         >>> here.snapshot().counters
         {'steps': 3}
     """
-
-    sources: tuple[str, ...] = ()
-    """Tasks whose values the snapshot holds."""
 
     counters: Mapping[str, Number] = field(default_factory=dict)
     timers: Mapping[str, DistributionSnapshot] = field(default_factory=dict)
@@ -269,9 +266,6 @@ class Snapshot:
     events: tuple[Event, ...] = ()
     """Latest events, oldest first."""
 
-    events_dropped: int = 0
-    """Number of older events that were discarded."""
-
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
     """Return one snapshot of all: counts are added, events are ordered by time.
@@ -280,22 +274,19 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
 
     Example:
         >>> from stratagem import metrics
-        >>> workers = [metrics.Registry(source=f"worker {i}") for i in range(2)]
+        >>> workers = [metrics.Registry() for _ in range(2)]
         >>> for worker in workers:
         ...     worker.counter("steps").add(10)
         >>> metrics.merge(worker.snapshot() for worker in workers).counters
         {'steps': 20}
     """
-    sources: list[str] = []
     counters: dict[str, Number] = {}
     timers: dict[str, DistributionSnapshot] = {}
     distributions: dict[str, DistributionSnapshot] = {}
     gauges: dict[str, float] = {}
     scalars: dict[str, ScalarSnapshot] = {}
     events: list[Event] = []
-    dropped = 0
     for one in snapshots:
-        sources.extend(one.sources)
         for name, value in one.counters.items():
             counters[name] = counters.get(name, 0) + value
         for into, found in ((timers, one.timers), (distributions, one.distributions)):
@@ -306,14 +297,11 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
         for name, logged in one.scalars.items():
             scalars[name] = scalars[name].merged(logged) if name in scalars else logged
         events.extend(one.events)
-        dropped += one.events_dropped
     return Snapshot(
-        sources=tuple(sources),
         counters=counters,
         timers=timers,
         distributions=distributions,
         gauges=gauges,
         scalars=scalars,
         events=tuple(sorted(events, key=lambda e: e.time_s)),
-        events_dropped=dropped,
     )

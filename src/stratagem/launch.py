@@ -6,7 +6,6 @@ the same process.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from stratagem import config
 
 if TYPE_CHECKING:
+    from stratagem._cluster.discovery.resolvers import ClusterResolver
     from stratagem._strategies.base import Strategy
 
 __all__ = ["announced", "auto_strategy"]
@@ -49,9 +49,12 @@ def auto_strategy() -> Strategy:
     """
     if _announced:
         return _announced[-1]
-    text = config.environment("TF_CONFIG")
-    if text and "ps" in _jobs(text):
-        return _from_tf_config()
+    if config.environment("TF_CONFIG"):
+        from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
+
+        resolver = TFConfigClusterResolver()
+        if "ps" in resolver.cluster_spec().jobs:
+            return _on_cluster(resolver)
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -64,24 +67,10 @@ def auto_strategy() -> Strategy:
     return OneDeviceStrategy("gpu:0" if gpus else "cpu:0")
 
 
-def _jobs(tf_config: str) -> set[str]:
-    try:
-        described = json.loads(tf_config)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"TF_CONFIG is not JSON ({error}): {tf_config[:80]!r}. Expected "
-            '{"cluster": {"worker": [...], "ps": [...]}, "task": {"type": ..., "index": ...}}.'
-        ) from error
-    cluster = described.get("cluster", {}) if isinstance(described, dict) else {}
-    return set(cluster)
-
-
-def _from_tf_config() -> Strategy:
-    from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
+def _on_cluster(resolver: ClusterResolver) -> Strategy:
     from stratagem._cluster.launch.task_server import Server
     from stratagem._strategies.parameter_server import ParameterServerStrategy
 
-    resolver = TFConfigClusterResolver()
     if resolver.task_type in ("worker", "ps"):
         with Server(
             resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id

@@ -1,7 +1,6 @@
 """Counters, timers, distributions, gauges, logged values and events of a program.
 
-A `Registry` names the recorders. The module-level functions use one registry per process; a task
-that shares its process with others (an in-process worker) creates its own. `snapshot()` returns
+A `Registry` names the recorders. The module-level functions use one registry per process. `snapshot()` returns
 plain data that crosses processes, merges, and feeds heartbeats and the live page. `log` records a value
 of the user's own, such as the loss, in a scheduled function or in the program.
 
@@ -79,15 +78,14 @@ class Registry:
 
     Example:
         >>> from stratagem import metrics
-        >>> registry = metrics.Registry(source="worker 0")
+        >>> registry = metrics.Registry()
         >>> registry.counter("steps") is registry.counter("steps")
         True
         >>> registry
-        <Registry worker 0: 1 counters, 0 timers, 0 distributions, 0 events>
+        <Registry: 1 counters, 0 timers, 0 distributions, 0 events>
     """
 
-    def __init__(self, source: str = "") -> None:
-        self.source = source
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters: dict[str, Counter] = {}
         self._timers: dict[str, Timer] = {}
@@ -95,7 +93,6 @@ class Registry:
         self._gauges: dict[str, Gauge] = {}
         self._scalars: dict[str, ScalarRecorder] = {}
         self._events: deque[Event] = deque(maxlen=EVENT_LIMIT)
-        self._events_seen = 0
 
     def counter(self, name: str) -> Counter:
         """Return the counter of this name; create it on first use."""
@@ -144,10 +141,9 @@ class Registry:
 
     def event(self, name: str, /, **facts: Plain) -> None:
         """Record an event; the latest `EVENT_LIMIT` events are kept."""
-        happened = Event(time_s=time.time(), source=self.source, name=name, facts=facts)
+        happened = Event(time_s=time.time(), name=name, facts=facts)
         with self._lock:
             self._events.append(happened)
-            self._events_seen += 1
 
     def snapshot(self) -> Snapshot:
         """Return everything recorded so far. Each recorder is consistent in itself."""
@@ -158,16 +154,13 @@ class Registry:
             gauges = dict(self._gauges)
             scalars = dict(self._scalars)
             events = tuple(self._events)
-            dropped = self._events_seen - len(events)
         return Snapshot(
-            sources=(self.source,),
             counters={name: found.value for name, found in counters.items()},
             timers={name: found.snapshot() for name, found in timers.items()},
             distributions={name: found.snapshot() for name, found in distributions.items()},
             gauges={name: float(found.value) for name, found in gauges.items()},
             scalars={name: found.snapshot() for name, found in scalars.items()},
             events=events,
-            events_dropped=dropped,
         )
 
     def reset(self) -> None:
@@ -181,13 +174,12 @@ class Registry:
                 *self._distributions.values(),
             ]
             self._events.clear()
-            self._events_seen = 0
         for recorder in recorders:
             recorder.reset()
 
     def __repr__(self) -> str:
         return (
-            f"<Registry {self.source or 'of this process'}: {len(self._counters)} counters, "
+            f"<Registry: {len(self._counters)} counters, "
             f"{len(self._timers)} timers, {len(self._distributions)} distributions, "
             f"{len(self._events)} events>"
         )

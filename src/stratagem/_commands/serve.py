@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem import config
+from stratagem._cluster.discovery.cluster_spec import ClusterSpec
+from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
 
 if TYPE_CHECKING:
     from stratagem._checkpoint.evaluator import Evaluator
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> int:
     """Run the task until it is stopped (Ctrl-C, SIGTERM); an evaluator until its last checkpoint."""
     from stratagem import _faults
-    from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-    from stratagem._cluster.discovery.resolvers import TFConfigClusterResolver
     from stratagem._cluster.launch.task_server import Server
 
     resolver = TFConfigClusterResolver()
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         return _evaluate(options)
     if options.evaluator is not None:
         raise ValueError(f"--evaluator is for --job evaluator, not for {job!r}")
-    spec = ClusterSpec(cluster_from(options.cluster))
+    spec = cluster_from(options.cluster)
     if job not in ("worker", "ps"):
         raise ValueError(
             f"unknown task: job={job!r}. Give --job worker, ps or evaluator, or set TF_CONFIG's task."
@@ -98,27 +98,21 @@ def evaluator_from(text: str | None) -> Evaluator:
     return found
 
 
-def cluster_from(text: str | None) -> dict[str, list[str]]:
+def cluster_from(text: str | None) -> ClusterSpec:
     """Return the cluster that ``--cluster`` describes, else TF_CONFIG's.
 
     Example:
         >>> cluster_from('{"ps": ["localhost:2222"]}')
-        {'ps': ['localhost:2222']}
+        ClusterSpec({'ps': ['localhost:2222']})
     """
-    source = "--cluster"
     if text is None:
-        text, source = config.environment("TF_CONFIG"), "TF_CONFIG"
-        if not text:
+        if not config.environment("TF_CONFIG"):
             raise ValueError("no cluster is given. Give --cluster JSON or set TF_CONFIG.")
+        return TFConfigClusterResolver().cluster_spec()
     try:
-        described = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source} is not JSON ({error}): {text[:80]!r}") from error
-    if source == "TF_CONFIG" and isinstance(described, dict):
-        described = described.get("cluster", {})
-    if not isinstance(described, dict) or not described:
+        return ClusterSpec(json.loads(text))
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{source} describes no cluster: {text[:80]!r}; expected a JSON object of jobs and lists "
-            'of addresses, such as {"ps": ["localhost:2222"], "worker": ["localhost:2223"]}'
-        )
-    return described
+            f"--cluster {text[:80]!r} describes no cluster ({error}); expected a JSON object of jobs and lists of "
+            'addresses, such as {"ps": ["localhost:2222"], "worker": ["localhost:2223"]}'
+        ) from error

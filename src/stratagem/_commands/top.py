@@ -65,9 +65,9 @@ def source_of(text: str | None) -> ClusterSource:
         ValueError: there is no such cluster, or there are several and none was chosen.
     """
     if text is None and config.environment("TF_CONFIG"):
-        return ClusterSource(ClusterSpec(cluster_from(None)))
+        return ClusterSource(cluster_from(None))
     if text is not None and text.lstrip().startswith("{"):
-        return ClusterSource(ClusterSpec(cluster_from(text)))
+        return ClusterSource(cluster_from(text))
     found = _choose(text, find_clusters())
     return ClusterSource(functools.partial(_newest_spec, found), found.key, found.tls)
 

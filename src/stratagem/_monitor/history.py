@@ -440,9 +440,7 @@ def _is_new(task: TaskSample, known: TaskSample | None) -> bool:
 
 def _of(task: str, event: Event) -> Event:
     """Return the event with the name of its task, which a process does not know itself."""
-    if event.source:
-        return event
-    return Event(time_s=event.time_s, source=task, name=event.name, facts=event.facts)
+    return event if event.source else replace(event, source=task)
 
 
 def _points(view: ClusterView) -> dict[str, float]:

@@ -204,7 +204,6 @@ class CoordinatorSession:
         }
         return replace(
             seen,
-            sources=(self._worker.task,),
             counters={**seen.counters, **times, **usage},
             gauges=seen.gauges
             if memory is None

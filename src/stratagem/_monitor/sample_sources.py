@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from typing_extensions import override
 
@@ -26,19 +25,10 @@ from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.round_trip import answer_limit_s
 from stratagem._wire.tls import TlsFiles
-from stratagem.errors import AuthenticationError, ProtocolError, WireError
+from stratagem.errors import AuthenticationError, ProtocolError
 
 _SERVER_LIMIT_S: Final = 1.0  # a server answers in a millisecond, also while a long step runs
-
-
-class SampleSource(Protocol):
-    """Source of samples of one cluster."""
-
-    def sample(self) -> ClusterSample:
-        """Return the state of the cluster now."""
-
-    def close(self) -> None:
-        """Close all connections."""
+_AT_ONCE: Final = 16  # tasks that are asked at the same time
 
 
 @final
@@ -53,30 +43,38 @@ class ProgramSource(Owner):
     """
 
     def __init__(self, subject: object) -> None:
-        self._strategy: Any = (
-            subject.strategy if isinstance(subject, ClusterCoordinator) else subject
-        )
         self._coordinator = subject if isinstance(subject, ClusterCoordinator) else None
-        self._probes: list[Probe] = []
-        self._tasks: tuple[tuple[TaskSample, ...], tuple[TaskSample, ...]] = ((), ())
-        self._restarts: dict[str, tuple[str, int]] = {}
+        self._strategy: Any = subject if self._coordinator is None else self._coordinator.strategy
+        self._servers: TaskProbes | None = None
+        self._last_servers: tuple[TaskSample, ...] = ()
 
     def sample(self) -> ClusterSample:
         """Return the state of the cluster now; of a closed one, the last state."""
         engine = self._engine()
         queued = in_flight = None
-        if engine is not None and not engine.closed:
+        workers: tuple[TaskSample, ...] = ()
+        if engine is not None:
             with engine.lock:
-                queued, in_flight = engine.queue.counts
-            self._tasks = (self._workers(engine), self._servers())
-        elif engine is not None:  # the workers' last reports may have come after the last sample
-            servers = self._tasks[1] or tuple(one for one in self._servers() if one.answers)
-            self._tasks = (self._workers(engine), servers)
-        workers, servers = self._tasks
+                queued, in_flight = (None, None) if engine.closed else engine.queue.counts
+                workers = tuple(
+                    TaskSample(
+                        name=f"worker {link.task_index}",
+                        state=_state(engine, number),
+                        identity=str(link.incarnation),
+                        restarts=max(0, link.incarnation - 1),
+                        numbers=link.metrics.counters,
+                        metrics=link.metrics,
+                    )
+                    for number, link in engine.links.items()
+                )
+            if not (engine.closed and self._last_servers):
+                self._last_servers = tuple(
+                    one for one in self._ask_servers() if one.answers or not engine.closed
+                )
         return ClusterSample(
             time_s=time.time(),
             workers=workers,
-            servers=servers,
+            servers=self._last_servers,
             program=_own_metrics(),
             queued=queued,
             in_flight=in_flight,
@@ -89,45 +87,18 @@ class ProgramSource(Owner):
             coordinator = found if isinstance(found, ClusterCoordinator) else None
         return None if coordinator is None else coordinator._running
 
-    @staticmethod
-    def _workers(engine: Engine) -> tuple[TaskSample, ...]:
-        with engine.lock:
-            return tuple(
-                TaskSample(
-                    name=f"worker {link.task_index}",
-                    state="idle" if engine.closed else _state(engine, number),
-                    identity=str(link.incarnation),
-                    restarts=max(0, link.incarnation - 1),
-                    numbers=link.metrics.counters,
-                    metrics=link.metrics,
-                )
-                for number, link in engine.links.items()
-            )
-
-    def _servers(self) -> tuple[TaskSample, ...]:
-        if not self._probes:
+    def _ask_servers(self) -> list[TaskSample]:
+        if self._servers is None:
             resolver = self._strategy.cluster_resolver
             key = cluster_key(resolver.cluster_key_text())
-            self._probes = [
-                Probe(
-                    functools.partial(_server_address, resolver, index),
-                    key=key,
-                    is_server=True,
-                    limit_s=_SERVER_LIMIT_S,
-                )
-                for index in resolver.cluster_spec().task_indices("ps")
-            ]
-        answers = ask_all(self._probes)
-        return tuple(
-            _server(f"ps {index}", facts, "lost", self._restarts)
-            for index, facts in enumerate(answers)
-        )
+            self._servers = TaskProbes(resolver.cluster_spec, ("ps",), key, _SERVER_LIMIT_S)
+        return self._servers.ask()
 
     @override
     def close(self) -> None:
         """Close the connections to the servers. May be called again."""
-        for probe in self._probes:
-            probe.close()
+        if self._servers is not None:
+            self._servers.close()
 
 
 @final
@@ -147,53 +118,30 @@ class ClusterSource(Owner):
         key_text: str | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
-        self._spec = spec
-        self._key = cluster_key(key_text, tls)
-        self._addresses: dict[tuple[str, int], str] = {}
-        self._probes: dict[tuple[str, int], Probe] = {}
-        self._restarts: dict[str, tuple[str, int]] = {}
+        find = (lambda: spec) if isinstance(spec, ClusterSpec) else spec
+        key = cluster_key(key_text, tls)
+        self._tasks = TaskProbes(find, ("worker", "ps"), key, answer_limit_s())
 
     def sample(self) -> ClusterSample:
         """Return the state of the cluster now."""
-        self._find_tasks()
-        tasks = sorted(self._probes)
-        probes = [self._probes[task] for task in tasks]
-        workers, servers = [], []
-        for (job, index), probe, facts in zip(tasks, probes, ask_all(probes), strict=True):
-            name = f"{job} {index}"
-            if job == "worker":
-                workers.append(_worker(name, facts, probe.failure))
-            else:
-                servers.append(_server(name, facts, probe.failure, self._restarts))
-        return ClusterSample(time_s=time.time(), workers=tuple(workers), servers=tuple(servers))
-
-    def _find_tasks(self) -> None:
-        spec = self._spec if isinstance(self._spec, ClusterSpec) else self._spec()
-        for job in ("worker", "ps"):
-            for index in spec.task_indices(job) if job in spec.jobs else ():
-                task = job, index
-                self._addresses[task] = spec.task_address(job, index)
-                if task not in self._probes:
-                    self._probes[task] = Probe(
-                        functools.partial(self._addresses.__getitem__, task),
-                        key=self._key,
-                        is_server=job == "ps",
-                        limit_s=answer_limit_s(),
-                    )
+        found = self._tasks.ask()
+        workers = tuple(one for one in found if one.name.startswith("worker "))
+        servers = tuple(one for one in found if one.name.startswith("ps "))
+        return ClusterSample(time_s=time.time(), workers=workers, servers=servers)
 
     @override
     def close(self) -> None:
         """Close the connections to the servers. May be called again."""
-        for probe in self._probes.values():
-            probe.close()
+        self._tasks.close()
+
+
+SampleSource = ProgramSource | ClusterSource
 
 
 def _state(engine: Engine, number: int) -> str:
+    if engine.closed:  # the last reports may have come after the last sample
+        return "idle"
     return "running" if engine.queue.is_up(number) else "lost"
-
-
-def _server_address(resolver: Any, index: int) -> str:
-    return str(resolver.cluster_spec().task_address("ps", index))
 
 
 def _own_metrics() -> metrics.Snapshot:
@@ -205,112 +153,104 @@ def _own_metrics() -> metrics.Snapshot:
     return replace(seen, counters={**seen.counters, **usage}, gauges=gauges)
 
 
-def _worker(name: str, stats: messages.Stats | None, failure: str) -> TaskSample:
-    if stats is None:
-        return TaskSample(name=name, state=failure)
-    seen = stats.metrics or metrics.Snapshot()
-    incarnation = int(stats.facts.get("incarnation", 0))
-    return TaskSample(
-        name=name,
-        state=str(stats.facts.get("state", "running")),
-        identity=f"{stats.facts.get('pid', '')}-{incarnation}",
-        restarts=max(0, incarnation - 1),
-        numbers=seen.counters,
-        metrics=seen,
-    )
-
-
-def _server(
-    name: str, stats: messages.Stats | None, lost: str, restarts: dict[str, tuple[str, int]]
-) -> TaskSample:
-    """Return the report of a server; `restarts` counts the processes seen at its address."""
-    last, count = restarts.get(name, ("", 0))
-    if stats is None:
-        return TaskSample(name=name, state=lost, restarts=count)
-    life = str(stats.facts.get("life", ""))
-    if last not in ("", life):
-        count += 1
-    restarts[name] = (life, count)
-    facts = stats.facts.items()
-    numbers = {key: float(value) for key, value in facts if isinstance(value, int | float)}
-    return TaskSample(name=name, state="running", identity=life, restarts=count, numbers=numbers)
-
-
-_AT_ONCE: Final = 16  # tasks that are asked at the same time
-
-
 @final
-class Probe(Owner):
-    """Asks one task for its figures, again and again.
+class TaskProbes(Owner):
+    """Asks the tasks of a cluster for their figures, again and again.
 
     Args:
-        find_address: returns the task's address; called at every attempt to connect.
+        find_spec: returns the addresses of the tasks; called for every question.
+        jobs: whose tasks are asked.
         key: of the cluster.
-        is_server: whether the task is a parameter server, which expects a first message.
         limit_s: of one question; longer if the measured round trip demands it.
     """
 
     def __init__(
         self,
-        find_address: Callable[[], str],
-        *,
-        key: ClusterKey | None,
-        is_server: bool,
+        find_spec: Callable[[], ClusterSpec],
+        jobs: Sequence[str],
+        key: ClusterKey,
         limit_s: float,
     ) -> None:
-        self._find_address = find_address
+        self._find_spec = find_spec
+        self._jobs = jobs
         self._key = key
-        self._is_server = is_server
         self._limit_s = limit_s
-        self._channel: Channel | None = None
-        self.failure = "no answer"
-        """Why the last question failed: ``wrong key``, ``refused`` (another release, or TLS on one side only) or
-        ``no answer``."""
+        self._addresses: dict[tuple[str, int], str] = {}
+        self._channels: dict[tuple[str, int], Channel] = {}  # of servers
+        self._lives: dict[
+            str, tuple[str, int]
+        ] = {}  # of servers: process, and number of processes before it
 
-    def ask(self) -> messages.Stats | None:
-        """Return the figures that the task reports, or None if it does not answer."""
+    def ask(self) -> list[TaskSample]:
+        """Return a report of each task, in order of job and index."""
+        with contextlib.suppress(Exception):  # of resolvers, which are users' classes
+            spec = self._find_spec()
+            for job in self._jobs:
+                for index in spec.task_indices(job) if job in spec.jobs else ():
+                    self._addresses[job, index] = spec.task_address(job, index)
+        tasks = sorted(self._addresses)
+        if len(tasks) < 2:
+            return [self._ask(task) for task in tasks]
+        with ThreadPoolExecutor(min(len(tasks), _AT_ONCE), "stratagem-monitor-ask") as threads:
+            return list(threads.map(self._ask, tasks))
+
+    def _ask(self, task: tuple[str, int]) -> TaskSample:
+        name = f"{task[0]} {task[1]}"
+        life, restarts = self._lives.get(name, ("", 0))
+        channel = self._channels.pop(task, None)
         try:
-            channel = self._channel or self._connect()
+            channel = channel or self._connect(task)
             limit_s = channel.round_trip.limit_s(self._limit_s)
-            reply = channel.request(messages.AskStats(), timeout_s=limit_s).message
-        except Exception as error:  # noqa: BLE001 - also those of resolvers, which are users' classes
-            self.close()
-            self.failure = _failure(error)
-            return None
-        if not self._is_server:
-            self.close()
-        return reply if isinstance(reply, messages.Stats) else None
+            stats = channel.request(messages.AskStats(), timeout_s=limit_s).message
+            assert isinstance(stats, messages.Stats)
+        except Exception as error:  # noqa: BLE001 - the task may be anything
+            if channel is not None:
+                channel.close()
+            return TaskSample(name=name, state=_failure(error), restarts=restarts)
+        facts = stats.facts
+        if task[0] == "ps":
+            self._channels[task] = channel
+            new = str(facts.get("life", ""))
+            restarts += life not in ("", new)
+            self._lives[name] = (new, restarts)
+            numbers = {
+                key: float(value) for key, value in facts.items() if isinstance(value, int | float)
+            }
+            return TaskSample(
+                name=name, state="running", identity=new, restarts=restarts, numbers=numbers
+            )
+        channel.close()
+        incarnation = int(facts.get("incarnation", 0))
+        seen = stats.metrics or metrics.Snapshot()
+        return TaskSample(
+            name=name,
+            state=str(facts.get("state", "running")),
+            identity=f"{facts.get('pid', '')}-{incarnation}",
+            restarts=max(0, incarnation - 1),
+            numbers=seen.counters,
+            metrics=seen,
+        )
 
-    def _connect(self) -> Channel:
-        channel = connect(self._find_address(), key=self._key, timeout_s=self._limit_s)
-        if self._is_server:
+    def _connect(self, task: tuple[str, int]) -> Channel:
+        channel = connect(self._addresses[task], key=self._key, timeout_s=self._limit_s)
+        if task[0] == "ps":  # a parameter server expects a first message
             try:
                 limit_s = channel.round_trip.limit_s(self._limit_s)
                 channel.request(messages.Hello(purpose="control"), timeout_s=limit_s)
             except BaseException:
                 channel.close()
                 raise
-        self._channel = channel
         return channel
 
     @override
     def close(self) -> None:
-        """Close the connection; the next question opens another one. May be called again."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            with contextlib.suppress(WireError):
-                channel.close()
+        """Close the connections. May be called again."""
+        while self._channels:
+            self._channels.popitem()[1].close()
 
 
 def _failure(error: Exception) -> str:
+    """Return the state of a task that did not answer: ``refused`` by another release, or by TLS on one side only."""
     if isinstance(error, AuthenticationError):
         return "wrong key"
     return "refused" if isinstance(error, ProtocolError) else "no answer"
-
-
-def ask_all(probes: Sequence[Probe]) -> list[messages.Stats | None]:
-    """Return the answers of all tasks, in order."""
-    if len(probes) < 2:
-        return [probe.ask() for probe in probes]
-    with ThreadPoolExecutor(min(len(probes), _AT_ONCE), "stratagem-monitor-ask") as threads:
-        return list(threads.map(Probe.ask, probes))

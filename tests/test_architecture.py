@@ -53,7 +53,8 @@ LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package 
 # its code, so that a server contains no client code and a worker no coordinator code.
 SIBLINGS: dict[str, set[str]] = {
     "_ps": set(),
-    "_ps/server": {"_ps"},
+    "_ps/blocks": {"_ps"},
+    "_ps/server": {"_ps", "_ps/blocks"},
     "_ps/client": {"_ps"},
     "_ps/tables": {"_ps"},
     "_ps/worker": {"_ps", "_ps/client", "_ps/tables"},
@@ -116,7 +117,7 @@ GATES: dict[str, set[str]] = {
         "_wire/codec.py",
         "_wire/data_values.py",  # PickleBuffer
         "_wire/object_bytes.py",
-        "_checkpoint/torch_archive.py",
+        "_ps/blocks/torch_archive.py",
         "_checkpoint/dcp_metadata.py",
         "_checkpoint/encoding.py",
     },

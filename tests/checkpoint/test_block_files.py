@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stratagem as sg
-from stratagem._checkpoint import block_file, block_plan
-from stratagem._checkpoint.block_reader import BlockReader, check_frames
 from stratagem._checkpoint.directory import chain_of
+from stratagem._ps.blocks import block_file, block_plan
+from stratagem._ps.blocks.block_reader import BlockReader, check_frames
 from stratagem._ps.partition import shard_sizes
 from stratagem.errors import CheckpointError
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem._checkpoint.block_plan import (
+from stratagem._ps.blocks.block_plan import (
     cut_rows,
     intersect,
     plan_number,
     plan_reads,
     subtract,
 )
-from stratagem._checkpoint.manifest import Manifest, StoredBlock, StoredIds, StoredTensor
+from stratagem._ps.blocks.manifest import Manifest, StoredBlock, StoredTensor
 from stratagem.errors import CheckpointCorrupt
 
 ROWS = 12
@@ -75,7 +75,7 @@ def chains(draw: st.DrawFn) -> tuple[list[Manifest], list[dict[int, list[int]]],
         if draw(st.booleans()):
             blocks = [StoredBlock("t", "f", 0, row, 1, 0) for row in touched]
         elif touched:
-            blocks = [StoredBlock("t", "f", number, 0, len(touched), 0, StoredIds(0, 0))]
+            blocks = [StoredBlock("t", "f", number, 0, len(touched), 0, 0, 0)]
             ids = {0: touched}
         for row in touched:
             owner[row] = number
@@ -95,7 +95,7 @@ def test_each_row_comes_from_the_newest_save_that_has_it(
     found: dict[int, int] = {}
     for read in plan_reads(chain, name, low, high - low):
         save = len(chain) - 1 - read.depth
-        if read.block.ids is None:
+        if not read.block.is_scattered:
             has = set(range(read.block.start, read.block.start + read.block.rows))
         else:
             has = set(ids_of[read.depth][0])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem._checkpoint.directory import CheckpointDirectory
-from stratagem._checkpoint.server_files import ServerFiles
+from stratagem._ps.server import checkpoint_parts
 from stratagem._ps.server.changed_rows import ChangedRows
 from stratagem._ps.server.cut import Cut
 from stratagem.cli import main
@@ -131,7 +131,7 @@ def test_a_server_without_space_says_where_and_what_to_do(
         manager.save(1, wait=True)
         mine.step(2)
         with monkeypatch.context() as patch:
-            patch.setattr(ServerFiles, "write", full_disk)
+            patch.setattr(checkpoint_parts, "write_file", full_disk)
             expected = (
                 r"/job:ps/task:. failed: its rows could not be written to .*No space.*Free disk"
             )

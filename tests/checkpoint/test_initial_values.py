@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem._checkpoint.block_reader import BlockReader, RowsWanted
 from stratagem._checkpoint.directory import load
+from stratagem._ps.blocks.block_reader import BlockReader, RowsWanted
 from stratagem._ps.coordinator.kept_tensor import Kept
 from stratagem._ps.init_ops import AT_FIRST_USE, initialise
-from stratagem._ps.server import stored_variable
+from stratagem._ps.server import checkpoint_parts, stored_variable
 from stratagem._ps.server.checkpoint_parts import CheckpointAccess, SessionCheckpoints
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.server.store_state import exported
@@ -190,36 +190,36 @@ def test_a_damaged_checkpoint_leaves_new_variables_and_state_as_they_were(
         assert torch.equal(rows_of(model), expected)
 
 
-class SlowFiles:
-    """Files whose reading waits, and then succeeds or fails."""
+class SlowDisk:
+    """Reading waits, and then succeeds or fails."""
 
     def __init__(self, *, fails: bool) -> None:
         self.fails = fails
         self.may_end = threading.Event()
 
-    def write(self, *_: object) -> tuple[int, int, Sequence[messages.BlockRef]]:
-        raise NotImplementedError
-
-    def read(self, _: object, parts: Sequence[object], __: Callable[[int], None]) -> None:
+    def read_rows(self, _: object, parts: Sequence[tuple[object, Tensor]], __: object) -> None:
         assert self.may_end.wait(60.0)
-        for part in parts:
-            part.into.fill_(7.0)  # type: ignore[attr-defined]
+        for _, into in parts:
+            into.fill_(7.0)
         if self.fails:
             raise CheckpointCorrupt("damaged", path="file")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_table_without_values_refuses_to_be_read(tmp_path: Path, fails: bool) -> None:
+def test_a_table_without_values_refuses_to_be_read(
+    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even while the rows arrive: they would be those of other variables, or zeros."""
-    store, files = VariableStore(), SlowFiles(fails=fails)
+    store, disk = VariableStore(), SlowDisk(fails=fails)
+    monkeypatch.setattr(checkpoint_parts, "read_rows", disk.read_rows)
     store.create(1, "table", (8, 2), torch.float32)
     store.initialise(1, [AT_FIRST_USE, InitOp("fill", (3.0,))])
     part = messages.PartRef("table", (8, 2), 0, 8, 1)
-    with SessionCheckpoints(store, CheckpointAccess((str(tmp_path),), files)) as checkpoints:
+    with SessionCheckpoints(store, CheckpointAccess((str(tmp_path),))) as checkpoints:
         checkpoints.begin_read(messages.ReadParts(chain=((str(tmp_path), ""),), parts=(part,)))
         with pytest.raises(CheckpointError, match="'table' is being restored from a checkpoint"):
             store.read(1)
-        files.may_end.set()
+        disk.may_end.set()
         while not checkpoints.progress()[0].done:
             threading.Event().wait(0.01)
     assert store.read(1).unique().tolist() == [3.0 if fails else 7.0]

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem._checkpoint.manifest import (
+from stratagem._ps.blocks.manifest import (
     Manifest,
     StoredBlock,
     StoredFile,
-    StoredIds,
     StoredTensor,
     from_text,
     to_text,
@@ -33,7 +32,7 @@ MANIFEST = Manifest(
     },
     blocks=(
         StoredBlock("model.weight", "__0_0.distcp", 640, 0, 3, 17),
-        StoredBlock("model.weight", "__1_0.distcp", 640, 0, 2, 18, StoredIds(64, 19)),
+        StoredBlock("model.weight", "__1_0.distcp", 640, 0, 2, 18, 64, 19),
     ),
     files={
         "__0_0.distcp": StoredFile(1000, 1),

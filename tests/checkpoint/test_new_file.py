@@ -11,8 +11,8 @@ import pytest
 import torch
 import written_checkpoints as written
 
-from stratagem._checkpoint import new_file
-from stratagem._checkpoint.new_file import ALIGNMENT, NewFile
+from stratagem._ps.blocks import new_file
+from stratagem._ps.blocks.new_file import ALIGNMENT, NewFile
 
 BUFFER = 2 * ALIGNMENT
 

@@ -17,7 +17,6 @@ from torch import nn
 from waiting import wait_until
 
 import stratagem as sg
-from stratagem._checkpoint.server_files import ServerFiles
 from stratagem._ps.server import cut as cuts
 from stratagem._ps.server import save_pace
 from stratagem._ps.server.checkpoint_parts import CheckpointAccess, SessionCheckpoints
@@ -131,7 +130,7 @@ class Server:
         groups = [GroupSpec(variables=(1,), settings={"lr": 0.1})]
         self.store.create_optimizer(1, "torch.optim.Adagrad", groups)
         self.push()
-        access = CheckpointAccess((str(directory),), ServerFiles())
+        access = CheckpointAccess((str(directory),))
         self.checkpoints = SessionCheckpoints(self.store, access)
         self.cut = self.checkpoints.make_cut(
             messages.MakeCut(variables=(1,), directory=str(directory), probe="probe")
@@ -176,8 +175,8 @@ class Server:
         assert not result.failure
         contents = self.path.read_bytes()
         assert len(contents) == result.size
-        for number, expected in enumerate(self.expected):
-            blocks = sorted((one.start, one) for one in result.blocks if one.part == number)
+        for name, expected in zip(("table", "sum"), self.expected, strict=True):
+            blocks = sorted((one.start, one) for one in result.blocks if one.tensor == name)
             assert sum(one.rows for _, one in blocks) == ROWS
             for start, one in blocks:
                 rows = contents[one.offset : one.offset + one.rows * 4 * COLUMNS]

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem._checkpoint.block_reader import BlockReader
 from stratagem._checkpoint.directory import chain_of, load
+from stratagem._ps.blocks.block_reader import BlockReader
 from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem.errors import CheckpointCorrupt, CheckpointError
 

@@ -13,7 +13,7 @@ from torch import nn
 from waiting import wait_until
 
 import stratagem as sg
-from stratagem._checkpoint.server_files import ServerFiles
+from stratagem._ps.server import checkpoint_parts
 
 
 def train(directory: Path, steps: int, *, servers: int, shards: int) -> tuple[int, list[Any]]:
@@ -77,13 +77,13 @@ def test_two_managers_save_the_same_servers_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server has one cut at a time: the save of the second manager used to end that of the first, and both failed."""
-    may_write, written = threading.Event(), ServerFiles.write
+    may_write, written = threading.Event(), checkpoint_parts.write_file
 
     def held(*args: Any) -> Any:
         assert may_write.wait(60)
         return written(*args)
 
-    monkeypatch.setattr(ServerFiles, "write", held)
+    monkeypatch.setattr(checkpoint_parts, "write_file", held)
     with sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster:
         with (
             sg.ParameterServerStrategy(cluster.resolver) as strategy,

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stratagem._checkpoint.block_file import TensorPart
-from stratagem._checkpoint.block_reader import BlockReader, RowsWanted
 from stratagem._checkpoint.checkpoint_writer import LocalWriter, SaveOrder, write_checkpoint
 from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of
 from stratagem._checkpoint.encoding import torch_bytes
+from stratagem._ps.blocks.block_file import TensorPart
+from stratagem._ps.blocks.block_reader import BlockReader, RowsWanted
 
 
 def rows_part(name: str, tensor: Tensor, start: int, rows: int) -> TensorPart:

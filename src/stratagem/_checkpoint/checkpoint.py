@@ -13,14 +13,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from stratagem._checkpoint.block_file import part_of
-from stratagem._checkpoint.block_plan import stored_name
-from stratagem._checkpoint.block_reader import (
-    BlockReader,
-    RowsWanted,
-    check_frames,
-    naming_the_file,
-)
 from stratagem._checkpoint.checkpoint_writer import (
     LocalWriter,
     PartWriter,
@@ -43,7 +35,6 @@ from stratagem._checkpoint.live_state import (
     collect,
     live_in,
 )
-from stratagem._checkpoint.manifest import COORDINATOR, Manifest, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
 from stratagem._checkpoint.restored_memory import changing_objects, memory_to_restore
@@ -52,6 +43,15 @@ from stratagem._checkpoint.server_parts import ServerCut, make_cuts
 from stratagem._checkpoint.server_reads import ServerReads
 from stratagem._checkpoint.server_state import remote_tensors
 from stratagem._core.context import current_replica
+from stratagem._ps.blocks.block_file import part_of
+from stratagem._ps.blocks.block_plan import stored_name
+from stratagem._ps.blocks.block_reader import (
+    BlockReader,
+    RowsWanted,
+    check_frames,
+    naming_the_file,
+)
+from stratagem._ps.blocks.manifest import COORDINATOR, Manifest, StoredTensor
 from stratagem._ps.client.transfers import Urgent, always
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.recovery_point import RecoveryPoint

@@ -23,11 +23,11 @@ from types import MappingProxyType
 from typing import Protocol, final
 
 from stratagem._checkpoint import dcp_metadata
-from stratagem._checkpoint.block_file import BlockFileWriter, Progress, TensorPart
-from stratagem._checkpoint.block_reader import BlockReader
 from stratagem._checkpoint.dcp_metadata import StoredBlob
 from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint
-from stratagem._checkpoint.manifest import (
+from stratagem._ps.blocks.block_file import BlockFileWriter, Progress, TensorPart
+from stratagem._ps.blocks.block_reader import BlockReader
+from stratagem._ps.blocks.manifest import (
     BLOCK_SUFFIX,
     COORDINATOR,
     METADATA,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stratagem._checkpoint.manifest import StoredBlock, StoredTensor
-from stratagem._checkpoint.torch_archive import archive_of
+from stratagem._ps.blocks.manifest import StoredBlock, StoredTensor
+from stratagem._ps.blocks.torch_archive import archive_of
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead to a value in a nest."""

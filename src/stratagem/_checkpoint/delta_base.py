@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from stratagem._checkpoint.directory import SavedCheckpoint
-from stratagem._checkpoint.manifest import NAME, StoredTensor
 from stratagem._checkpoint.retention import write_full
+from stratagem._ps.blocks.manifest import NAME, StoredTensor
 
 
 @final

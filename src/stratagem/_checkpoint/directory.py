@@ -23,11 +23,11 @@ from typing import ClassVar, final
 
 from stratagem import _faults as faults
 from stratagem import metrics
-from stratagem._checkpoint import manifest as manifests
-from stratagem._checkpoint.block_file import Progress
-from stratagem._checkpoint.block_reader import BlockReader, check_frames, naming_the_file
-from stratagem._checkpoint.manifest import Manifest
 from stratagem._owner import Owner
+from stratagem._ps.blocks import manifest as manifests
+from stratagem._ps.blocks.block_file import Progress
+from stratagem._ps.blocks.block_reader import BlockReader, check_frames, load_manifest
+from stratagem._ps.blocks.manifest import Manifest
 from stratagem.errors import CheckpointBusy, CheckpointCorrupt, CheckpointError
 
 _log = logging.getLogger("stratagem.checkpoint")
@@ -87,10 +87,7 @@ def load(path: Path) -> SavedCheckpoint:
     Raises:
         CheckpointCorrupt: its manifest is missing or damaged.
     """
-    file = path / manifests.NAME
-    with naming_the_file(file):
-        data = file.read_bytes()
-    return SavedCheckpoint(path, manifests.from_text(data.decode(errors="replace"), str(file)))
+    return SavedCheckpoint(path, load_manifest(path))
 
 
 def chain_of(saved: SavedCheckpoint) -> list[tuple[Path, Manifest]]:
@@ -103,7 +100,7 @@ def chain_of(saved: SavedCheckpoint) -> list[tuple[Path, Manifest]]:
     while (child := chain[-1][1]).is_delta:
         path = saved.path.parent / child.parent
         try:
-            parent = load(path).manifest
+            parent = load_manifest(path)
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(
                 f"{chain[-1][0]} holds the changes since {path}, which cannot be read: {error}",

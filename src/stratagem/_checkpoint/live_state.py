@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from stratagem._checkpoint import optimizer_names
 from stratagem._checkpoint.encoding import Path, TakenApart, decode, tensor_names
-from stratagem._checkpoint.manifest import StoredTensor
 from stratagem._checkpoint.server_group import is_plain_module
 from stratagem._checkpoint.server_parts import ServerCut
 from stratagem._checkpoint.server_reads import ServerReads
@@ -34,6 +33,7 @@ from stratagem._checkpoint.server_state import (
 )
 from stratagem._core.values import Convertible, convert_to_tensor
 from stratagem._core.variables import Variable, VariableAggregation, VariableSynchronization
+from stratagem._ps.blocks.manifest import StoredTensor
 from stratagem._ps.tables.dynamic_embedding import note_restored
 from stratagem._ps.tables.sharded_variable import ShardedVariable
 from stratagem.errors import CheckpointMismatch

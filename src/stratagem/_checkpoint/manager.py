@@ -27,7 +27,6 @@ from stratagem._checkpoint.directory import (
 )
 from stratagem._checkpoint.evaluations import known_checkpoints
 from stratagem._checkpoint.job_position import JobPosition
-from stratagem._checkpoint.manifest import NAME
 from stratagem._checkpoint.newest_checkpoint import restore_newest
 from stratagem._checkpoint.retention import Best, Due, to_delete
 from stratagem._checkpoint.rewinding import RecoveryPoints, drain, servers_are_busy
@@ -35,6 +34,7 @@ from stratagem._checkpoint.save_handle import SAVE_LIMIT_S, SaveHandle
 from stratagem._checkpoint.server_group import ServerLostInSave
 from stratagem._checkpoint.sigterm import EXIT_CODE, SigtermNote
 from stratagem._owner import Owner
+from stratagem._ps.blocks.manifest import NAME
 from stratagem.errors import CheckpointError, CheckpointTimeout
 
 _log = logging.getLogger("stratagem.checkpoint")

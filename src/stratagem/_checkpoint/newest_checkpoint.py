@@ -6,12 +6,12 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from stratagem._checkpoint.block_reader import check_frames
 from stratagem._checkpoint.checkpoint import Restored, read_content, restore_objects
 from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of
 from stratagem._checkpoint.live_state import Match, live_in
 from stratagem._checkpoint.rewinding import Points
 from stratagem._checkpoint.server_reads import ServerReads
+from stratagem._ps.blocks.block_reader import check_frames
 from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 _log = logging.getLogger("stratagem.checkpoint")

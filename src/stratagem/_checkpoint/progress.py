@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from stratagem._checkpoint.block_file import Progress
+from stratagem._ps.blocks.block_file import Progress
 
 _PATIENCE_S: Final = 1.0
 """Shorter operations show no bar."""

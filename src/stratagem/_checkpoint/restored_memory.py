@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from stratagem._checkpoint import optimizer_names
 from stratagem._checkpoint.live_state import kind_of, live_in, modules_in
-from stratagem._checkpoint.manifest import StoredTensor
 from stratagem._checkpoint.server_group import is_plain_module
 from stratagem._core.managed import find_managed
+from stratagem._ps.blocks.manifest import StoredTensor
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorParameter
 from stratagem.errors import CheckpointCorrupt
 

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem import _faults as faults
-from stratagem._checkpoint.block_file import Progress
 from stratagem._checkpoint.encoding import StoredElsewhere
 from stratagem._core.managed import find_managed
 from stratagem._core.variables import Variable
 from stratagem._owner import Owner
+from stratagem._ps.blocks.block_file import Progress
 from stratagem._ps.client.remote_storage import RemoteStorage
 from stratagem._ps.client.server_connection import ServerConnection
 from stratagem._ps.client.transfers import TransferTurn, Urgent, always, follow

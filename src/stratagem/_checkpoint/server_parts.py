@@ -20,11 +20,9 @@ from typing import Any, Final, final
 import torch
 from typing_extensions import override
 
-from stratagem._checkpoint.block_file import Progress, TensorPart
 from stratagem._checkpoint.checkpoint_writer import FileReport
 from stratagem._checkpoint.delta_base import DeltaBase
 from stratagem._checkpoint.directory import PROBE, SavedCheckpoint, chain_of
-from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds, StoredTensor
 from stratagem._checkpoint.server_group import (
     LOSSES,
     Piece,
@@ -37,6 +35,8 @@ from stratagem._checkpoint.server_group import (
     strategies_of,
 )
 from stratagem._owner import Owner
+from stratagem._ps.blocks.block_file import Progress, TensorPart
+from stratagem._ps.blocks.manifest import StoredFile, StoredTensor
 from stratagem._ps.client.transfers import Urgent
 from stratagem._ps.placement import Description
 from stratagem._ps.recovery_point import RecoveryPoint
@@ -336,18 +336,7 @@ class ServerWriter:
         }
         return FileReport(
             StoredFile(report.size, report.crc32, facts),
-            tuple(
-                StoredBlock(
-                    self._parts[one.part].tensor,
-                    path.name,
-                    one.offset,
-                    one.start,
-                    one.rows,
-                    one.crc32,
-                    None if one.ids_offset < 0 else StoredIds(one.ids_offset, one.ids_crc32),
-                )
-                for one in report.blocks
-            ),
+            report.blocks,
         )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem._checkpoint.manifest import NAME, Manifest, StoredTensor
 from stratagem._checkpoint.server_group import (
     LOSSES,
     RemoteTensor,
@@ -25,6 +24,7 @@ from stratagem._checkpoint.server_group import (
     strategies_of,
 )
 from stratagem._owner import Owner
+from stratagem._ps.blocks.manifest import NAME, Manifest, StoredTensor
 from stratagem._ps.client.transfers import follow, read_stall_s
 from stratagem._ps.coordinator.coordinator_variables import CoordinatorVariables
 from stratagem._ps.coordinator.kept_tensor import Kept

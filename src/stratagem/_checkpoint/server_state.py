@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem._checkpoint import optimizer_names
-from stratagem._checkpoint.manifest import StoredTensor
 from stratagem._checkpoint.server_group import (
     RemoteTensor,
     ServerGroup,
@@ -19,6 +18,7 @@ from stratagem._checkpoint.server_group import (
 )
 from stratagem._checkpoint.server_parts import ServerCut
 from stratagem._checkpoint.server_reads import ServerReads
+from stratagem._ps.blocks.manifest import StoredTensor
 
 _NUMBERS = (type(None), bool, int, float)
 

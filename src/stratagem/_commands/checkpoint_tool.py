@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from stratagem._checkpoint import evaluations
-from stratagem._checkpoint.block_reader import check_frames
 from stratagem._checkpoint.checkpoint import read_content, read_tensors
 from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of, find
 from stratagem._checkpoint.encoding import decode
-from stratagem._checkpoint.manifest import NAME, StoredTensor
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._monitor.view_tables import size
+from stratagem._ps.blocks.block_reader import check_frames
+from stratagem._ps.blocks.manifest import NAME, StoredTensor
 from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 Outcome = tuple[list[str], bool]

@@ -460,16 +460,26 @@ class AskTransfer(Message, frozen=True):
     undo: bool = False
 
 
-class BlockRef(Record, frozen=True):
-    """A written block: number of its part, place in the file, rows and checksum; of changed rows, their numbers'."""
+class StoredBlock(Record, frozen=True):
+    """Rows of one tensor, as raw bytes in one file of a checkpoint, at a multiple of 64.
 
-    part: int
+    `start` is the first row. With scattered rows (of a delta) it is the first row of the writer's range, and `ids_offset` and
+    `ids_crc32` say where their numbers are: raw int64, ascending.
+    """
+
+    tensor: str
+    file: str
     offset: int
     start: int
     rows: int
     crc32: int
     ids_offset: int = -1
     ids_crc32: int = 0
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if it has the numbers of its rows."""
+        return self.ids_offset >= 0
 
 
 class Transfer(Message, frozen=True):
@@ -484,4 +494,4 @@ class Transfer(Message, frozen=True):
     damaged: str = ""
     size: int = 0
     crc32: int = 0
-    blocks: tuple[BlockRef, ...] = ()
+    blocks: tuple[StoredBlock, ...] = ()

@@ -15,12 +15,12 @@ import torch
 from typing_extensions import override
 
 from stratagem import _faults, config
-from stratagem._checkpoint.server_files import access_to
 from stratagem._cluster.launch.launcher import TaskOrder
 from stratagem._cluster.launch.task_process import name_process
 from stratagem._cluster.worker.worker import Worker
 from stratagem._owner import Owner
 from stratagem._ps.malloc import keep_freed_memory
+from stratagem._ps.server.checkpoint_parts import CheckpointAccess
 from stratagem._ps.server.loop import ParameterServer
 from stratagem._ps.server.server_options import ServerOptions
 from stratagem._ps.server.shard_optimizer import ANY_MODULE
@@ -122,7 +122,7 @@ def make_task(
     if job == "ps":
         options = ServerOptions(
             optimizer_modules=(ANY_MODULE,) if any_optimizer else None,
-            checkpoints=access_to(checkpoint_directories),
+            checkpoints=CheckpointAccess(tuple(checkpoint_directories)),
         )
         proof = _task_key(key, address, tls)
         return ParameterServer(address, task=f"/job:ps/task:{index}", key=proof, options=options)

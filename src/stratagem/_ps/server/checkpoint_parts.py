@@ -1,23 +1,21 @@
 """A session's part of a checkpoint: the server writes its rows to a file, or reads them.
 
 `SessionCheckpoints` answers the messages. Files are written and read by a thread, while the working thread serves
-requests; one transfer of a session runs at a time. The format is the business of `BlockFiles`, which the
-starter of the server provides: checkpoints are a higher layer.
+requests; one transfer of a session runs at a time.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -25,13 +23,16 @@ from typing_extensions import override
 
 from stratagem import _faults as faults
 from stratagem._owner import Owner
-from stratagem._ps.server.cut import Cut, CutTensor
+from stratagem._ps.blocks.block_file import BlockFileWriter, Progress, TensorPart
+from stratagem._ps.blocks.block_reader import BlockReader, RowsWanted, load_manifest
+from stratagem._ps.blocks.manifest import Manifest
+from stratagem._ps.server.cut import Cut
 from stratagem._ps.server.save_pace import SavePace
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.store_records import LedgerRecord
 from stratagem._ps.types import StateEntry
 from stratagem._wire import codec, messages
-from stratagem._wire.messages import PartRef, StateRecord
+from stratagem._wire.messages import PartRef, StateRecord, StoredBlock
 from stratagem.errors import CheckpointCorrupt, CheckpointError
 
 _log = logging.getLogger("stratagem.ps")
@@ -39,80 +40,21 @@ _log = logging.getLogger("stratagem.ps")
 GIVE_UP_S: Final = 10.0
 """How long a transfer that was given up may take to end: a thread looks after each piece of a megabyte."""
 
-_Written: TypeAlias = tuple[int, int, Sequence[messages.BlockRef]]
+_Written: TypeAlias = tuple[int, int, tuple[StoredBlock, ...]]
 """Size of a file, its checksum, and its blocks."""
 
 _BLOCK_FILE: Final = re.compile(r"__[0-9]+_0\.distcp")
 
 
 @dataclass(frozen=True)
-class RowsToWrite:
-    """Rows of one tensor that go into a file; ``read(first, last)`` counts rows of the shard.
-
-    With `ids` (ascending) only these rows of the shard, and ``read`` counts positions in `ids`.
-    """
-
-    tensor: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    rows: int
-    per_shard: bool
-    read: Callable[[int, int], Tensor]
-    ids: Tensor | None = None
-    part: int = 0
-    """Number of the part that the rows belong to."""
-    variable: int = 0
-    """Number of the variable that they belong to."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows."""
-        count = 1 if self.per_shard else self.rows if self.ids is None else len(self.ids)
-        return count * self.dtype.itemsize * math.prod(self.shape[1:])
-
-
-@dataclass(frozen=True)
-class RowsToRead:
-    """Rows of one tensor that a file holds, and the memory they go into; None to verify them only.
-
-    A number kept per shard (`per_shard`) is read into a tensor without axes.
-    """
-
-    tensor: str
-    start: int
-    rows: int
-    per_shard: bool
-    into: Tensor | None
-
-
-class BlockFiles(Protocol):
-    """Writes and reads the files of checkpoints."""
-
-    def write(
-        self, path: Path, parts: Sequence[RowsToWrite], progress: Callable[[int], None]
-    ) -> _Written:
-        """Write a file and flush it; return its size, its checksum, and its blocks."""
-
-    def read(
-        self,
-        chain: Sequence[tuple[str, str]],
-        parts: Sequence[RowsToRead],
-        progress: Callable[[int], None],
-    ) -> None:
-        """Read rows of a checkpoint, given by the directories and identities of it and its parents."""
-
-
-@dataclass(frozen=True)
 class CheckpointAccess:
-    """Directories below which checkpoints may be written and read, and how."""
+    """Directories below which checkpoints may be written and read."""
 
     directories: tuple[str, ...] = ()
-    files: BlockFiles | None = None
 
     def refusal(self, directory: str) -> str:
         """Return why a directory may not be used; empty if it may."""
-        if self.files is None or not self.directories:
+        if not self.directories:
             return "no directory for checkpoints was allowed when the server was started"
         place = os.path.realpath(directory)
         for allowed in map(os.path.realpath, self.directories):
@@ -195,32 +137,19 @@ class SessionCheckpoints(Owner):
             raise CheckpointError(
                 f"{path.name!r} is not a valid name of a block file of a checkpoint."
             )
-        files, cut = self._access.files, self._cut
-        assert files is not None
-        parts = []
-        for number, part in enumerate(message.parts):
-            one = cut.tensors[part.variable, part.optimizer, part.key]
-            ids = self._changed.get(part.variable) if part.changed_only else None
-            whole = RowsToWrite(
-                part.tensor,
-                one.dtype,
-                part.shape,
-                part.start,
-                part.rows,
-                part.per_shard,
-                one.read if ids is None else _reader_of(one, ids),
-                ids,
-                number,
-                part.variable,
-            )
-            of_rows = one.shape[:1] == cut.tensors[part.variable, 0, ""].shape[:1]
-            used = self._used.get(part.variable) if of_rows and ids is None else None
-            parts += [whole] if used is None else [_range_of(whole, *each) for each in used]
+        cut = self._cut
+        # Together: the same rows of a variable and of its optimizer state. A step changes them at the same time, and need not
+        # copy any of them once they have been read.
+        together: dict[tuple[Any, ...], list[TensorPart]] = {}
+        for part in message.parts:
+            for one in self._parts_of(part, cut):
+                key = part.variable, one.start, one.rows, one.per_shard, one.ids is None
+                together.setdefault(key, []).append(one)
         cut.begin_reading({(one.variable, one.optimizer, one.key) for one in message.parts})
 
-        def write(progress: Callable[[int], None]) -> _Written:
+        def write(progress: Progress) -> _Written:
             try:
-                return files.write(path, parts, progress)
+                return write_file(path, together.values(), progress)
             except OSError as error:
                 raise CheckpointError(
                     f"its rows could not be written to {path.parent}: {error}. Checkpoints saved before are "
@@ -229,8 +158,33 @@ class SessionCheckpoints(Owner):
             finally:
                 cut.close()  # writes that wait go on
 
-        pace = SavePace(cut, sum(part.nbytes for part in parts))
+        pace = SavePace(cut, sum(one.bytes for some in together.values() for one in some))
         self._transfer = _Transfer(write, "server.in_block", pace=pace)
+
+    def _parts_of(self, part: PartRef, cut: Cut) -> Iterator[TensorPart]:
+        """Yield the rows to write of a part: all, those in use of a dynamic table, or those that have changed."""
+        one, start = cut.tensors[part.variable, part.optimizer, part.key], part.start
+        shape = () if part.per_shard else part.shape
+        make = partial(TensorPart, part.tensor, one.dtype, shape, per_shard=part.per_shard)
+        ids = self._changed.get(part.variable) if part.changed_only else None
+        of_rows = one.shape[:1] == cut.tensors[part.variable, 0, ""].shape[:1]
+        if part.per_shard:
+            yield make(start=start, rows=part.rows, read=lambda *_: one.read(0, 1))
+        elif ids is not None:
+            yield make(
+                start=start,
+                rows=len(ids),
+                ids=ids + start,
+                read=lambda i, j: one.read_ids(ids[i:j], is_last=j == len(ids)),
+            )
+        else:
+            used = self._used.get(part.variable) if of_rows else None
+            for low, high in [(0, part.rows)] if used is None else used:
+                yield make(
+                    start=start + low,
+                    rows=high - low,
+                    read=lambda first, last: one.read(first - start, last - start),
+                )
 
     def end_cut(self) -> None:
         """Give up the cut, if there is one."""
@@ -255,26 +209,22 @@ class SessionCheckpoints(Owner):
                 f"the transfer before has not ended within {GIVE_UP_S:g} s: its disk does not answer. "
                 "Repair the disk or restart this parameter server, and restore again."
             )
-        files, chain, self._undo = self._access.files, message.chain, []
-        assert files is not None
+        chain, self._undo = message.chain, []
         found = {part.variable: self._store.find_unread(part.variable) for part in message.parts}
         unwritten = {number for number, one in found.items() if one.is_unwritten}
         if message.verify:
-            # What nobody has written is verified while it is read: `undo` puts it back.
-            some = [part for part in message.parts if part.variable not in unwritten]
-            wanted = [self._to_read(part, into=False) for part in some]
-            self._transfer = _Transfer(
-                lambda progress: files.read(chain, wanted, progress), "server.in_restore"
-            )
+            # What nobody has written is verified while it is read: `undo_read` puts it back.
+            wanted = [(part, None) for part in message.parts if part.variable not in unwritten]
+            self._transfer = _Transfer(partial(read_rows, chain, wanted), "server.in_restore")
             return
         self._make_state(message.parts, message.state, unwritten)
-        parts = [self._to_read(part, into=True) for part in message.parts]
+        into = [(part, self._memory_of(part)) for part in message.parts]
         pending = [found[part.variable] for part in message.parts if not part.key]
         pending = [one for one in pending if one.pending]
 
-        def read(progress: Callable[[int], None]) -> None:
+        def read(progress: Progress) -> None:
             try:
-                files.read(chain, parts, progress)
+                read_rows(chain, into, progress)
                 for one in pending:
                     one.pending = ()
             finally:
@@ -328,16 +278,14 @@ class SessionCheckpoints(Owner):
                 "--checkpoint-dir."
             )
 
-    def _to_read(self, part: PartRef, *, into: bool) -> RowsToRead:
-        memory: Tensor | None = None
-        if into:
-            memory = self._store.tensor_of(part.variable, part.optimizer, part.key)
-            rows = memory.shape[0] if memory.dim() else 1
-            if rows != part.rows and not part.per_shard:
-                raise ValueError(
-                    f"{part.rows} rows are to be read into {part.tensor!r}, which has {rows} here."
-                )
-        return RowsToRead(part.tensor, part.start, part.rows, part.per_shard, memory)
+    def _memory_of(self, part: PartRef) -> Tensor:
+        memory = self._store.tensor_of(part.variable, part.optimizer, part.key)
+        rows = memory.shape[0] if memory.dim() else 1
+        if rows != part.rows and not part.per_shard:
+            raise ValueError(
+                f"{part.rows} rows are to be read into {part.tensor!r}, which has {rows} here."
+            )
+        return memory
 
     def _make_state(
         self, parts: Sequence[PartRef], plain: Sequence[StateRecord], unwritten: Collection[int]
@@ -363,20 +311,48 @@ class SessionCheckpoints(Owner):
             raise
 
 
-def _range_of(whole: RowsToWrite, first: int, last: int) -> RowsToWrite:
-    """Return a range of the rows of a part."""
-    read = whole.read
-    return replace(
-        whole,
-        start=whole.start + first,
-        rows=last - first,
-        read=lambda begin, end: read(begin + first, end + first),
-    )
+def write_file(path: Path, parts: Iterable[Sequence[TensorPart]], progress: Progress) -> _Written:
+    """Write a file and flush it, parts that belong together in turns; return its size, its checksum, and its blocks."""
+    with BlockFileWriter(path, progress) as file:
+        for some in parts:
+            file.add(*some)
+        stored = file.finish()
+        return stored.bytes, stored.crc32, tuple(file.blocks)
 
 
-def _reader_of(one: CutTensor, ids: Tensor) -> Callable[[int, int], Tensor]:
-    """Return a function that reads changed rows by their positions in `ids`."""
-    return lambda first, last: one.read_ids(ids[first:last], is_last=last == len(ids))
+def read_rows(
+    chain: Sequence[tuple[str, str]],
+    parts: Sequence[tuple[PartRef, Tensor | None]],
+    progress: Progress,
+) -> None:
+    """Read parts of a checkpoint, or verify those without memory; `chain`: its directory and identity, then its parents'.
+
+    Raises:
+        CheckpointCorrupt: a file is missing or damaged, or the checkpoint was replaced.
+    """
+    opened = [(Path(path), _manifest(Path(path), identity)) for path, identity in chain]
+    with BlockReader(opened, progress) as reader:
+        rows: list[RowsWanted] = []
+        for part, into in parts:
+            if part.per_shard:
+                number = reader.read_number(part.tensor, part.start, part.rows)
+                if into is not None:
+                    into.copy_(number)
+            elif into is not None:
+                rows.append(RowsWanted(part.tensor, part.start, into))
+            else:
+                reader.verify_rows(part.tensor, part.start, part.rows)
+        reader.read(rows)
+
+
+def _manifest(path: Path, identity: str) -> Manifest:
+    manifest = load_manifest(path)
+    if manifest.identity != identity:
+        raise CheckpointCorrupt(
+            f"{path} is another checkpoint than the one to restore: it was replaced meanwhile.",
+            path=str(path),
+        )
+    return manifest
 
 
 @final
@@ -385,7 +361,7 @@ class _Transfer:
 
     def __init__(
         self,
-        work: Callable[[Callable[[int], None]], _Written | None],
+        work: Callable[[Progress], _Written | None],
         point: str,
         touched: Sequence[int] = (),
         pace: SavePace | None = None,
@@ -440,7 +416,7 @@ class _Transfer:
             )
         else:
             self._result = messages.Transfer(
-                moved=self.moved, done=True, size=size, crc32=crc32, blocks=tuple(blocks)
+                moved=self.moved, done=True, size=size, crc32=crc32, blocks=blocks
             )
 
 

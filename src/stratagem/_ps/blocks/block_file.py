@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from stratagem import _faults as faults
-from stratagem._checkpoint import checksums
-from stratagem._checkpoint.block_plan import cut_rows
-from stratagem._checkpoint.manifest import StoredBlock, StoredFile, StoredIds
-from stratagem._checkpoint.new_file import Area, NewFile
-from stratagem._checkpoint.torch_archive import ALIGNMENT, archive_of
 from stratagem._owner import Owner
+from stratagem._ps.blocks import checksums
+from stratagem._ps.blocks.block_plan import cut_rows
+from stratagem._ps.blocks.manifest import StoredBlock, StoredFile
+from stratagem._ps.blocks.new_file import Area, NewFile
+from stratagem._ps.blocks.torch_archive import ALIGNMENT, archive_of
 from stratagem.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20
@@ -40,7 +40,7 @@ Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TensorPart:
     """Rows of one tensor that one writer writes.
 
@@ -172,14 +172,14 @@ class BlockFileWriter(Owner):
                     end = opened[-1].end
                 opened.append(_Block(part, *rows, after=end))
             self._write_rows(opened)
-            ids_of: StoredIds | None = None
+            ids_of: tuple[int, ...] = ()
             for block in opened:
                 self._frame(block)
                 if not block.part.tensor:
-                    ids_of = StoredIds(block.offset, block.crc32)
+                    ids_of = block.offset, block.crc32
                 else:
-                    self._note(block, ids_of)
-                    ids_of = None
+                    self._note(block, *ids_of)
+                    ids_of = ()
 
     def finish(self, facts: Mapping[str, Any] = MappingProxyType({})) -> StoredFile:
         """Flush the file to disk; returns its size and checksum."""
@@ -198,15 +198,14 @@ class BlockFileWriter(Owner):
             self._threads.shutdown(wait=True)
             self._file.close()
 
-    def _note(self, block: _Block, ids: StoredIds | None) -> None:
+    def _note(self, block: _Block, *ids: int) -> None:
         part, start, rows = block.part, block.low, block.high - block.low
         if part.per_shard:
             start, rows = part.start, part.rows
-        elif ids is not None:
+        elif ids:
             start = part.start
-        self.blocks.append(
-            StoredBlock(part.tensor, self._name, block.offset, start, rows, block.crc32, ids)
-        )
+        place = self._name, block.offset
+        self.blocks.append(StoredBlock(part.tensor, *place, start, rows, block.crc32, *ids))
 
     def _write_rows(self, blocks: Sequence[_Block]) -> None:
         """Write rows, a piece of each block in turn."""

@@ -17,17 +17,24 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from stratagem._checkpoint.block_file import Progress, memory_of
-from stratagem._checkpoint.block_plan import (
+from stratagem._owner import Owner
+from stratagem._ps.blocks.block_file import Progress, memory_of
+from stratagem._ps.blocks.block_plan import (
     BlockRead,
     cut_rows,
     intersect,
     plan_number,
     plan_reads,
 )
-from stratagem._checkpoint.checksums import crc32 as checksum
-from stratagem._checkpoint.manifest import BLOCK_SUFFIX, Manifest, StoredBlock, StoredTensor
-from stratagem._owner import Owner
+from stratagem._ps.blocks.checksums import crc32 as checksum
+from stratagem._ps.blocks.manifest import (
+    BLOCK_SUFFIX,
+    NAME,
+    Manifest,
+    StoredBlock,
+    StoredTensor,
+    from_text,
+)
 from stratagem.errors import CheckpointCorrupt
 
 _THREADS: Final = 2
@@ -144,7 +151,7 @@ class BlockReader(Owner):
         block, depth = read.block, read.depth
         into = wanted.into if wanted.into.dim() else wanted.into.reshape(1)
         end = wanted.start + into.shape[0]
-        if block.ids is not None:
+        if block.is_scattered:
             self._scatter(read, wanted.start, into)
         elif wanted.start <= block.start and block.start + block.rows <= end:
             # The usual case: the whole block, straight into its place. Newer blocks come later.
@@ -185,11 +192,10 @@ class BlockReader(Owner):
         into[ids[picked] - start] = rows[picked]
 
     def _ids(self, depth: int, block: StoredBlock) -> Tensor:
-        assert block.ids is not None
         ids = torch.empty(block.rows, dtype=torch.int64)
-        crc32 = self._pread(depth, block.file, memory_of(ids), block.ids.offset)
-        if crc32 != block.ids.crc32:
-            raise self._damaged(depth, block, f"row numbers at byte {block.ids.offset}")
+        crc32 = self._pread(depth, block.file, memory_of(ids), block.ids_offset)
+        if crc32 != block.ids_crc32:
+            raise self._damaged(depth, block, f"row numbers at byte {block.ids_offset}")
         return ids
 
     def _fetch(self, depth: int, block: StoredBlock, into: memoryview) -> None:
@@ -198,7 +204,7 @@ class BlockReader(Owner):
             raise self._damaged(depth, block, f"{len(into)} bytes at byte {block.offset}")
 
     def _verify_block(self, block: StoredBlock, depth: int = 0) -> None:
-        if block.ids is not None:
+        if block.is_scattered:
             self._ids(depth, block)
         size = self._stored(depth, block).bytes_of(block)
         try:
@@ -245,6 +251,18 @@ class BlockReader(Owner):
         return f"<BlockReader of {self._paths[0]}, {len(self._paths) - 1} parents>"
 
 
+def load_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint in a directory.
+
+    Raises:
+        CheckpointCorrupt: it is missing or damaged.
+    """
+    file = path / NAME
+    with naming_the_file(file):
+        data = file.read_bytes()
+    return from_text(data.decode(errors="replace"), str(file))
+
+
 def check_frames(path: Path, manifest: Manifest) -> None:
     """Check that every file is there, has its size, and that all bytes outside blocks are right.
 
@@ -287,8 +305,8 @@ def _frames_of(file: str, manifest: Manifest) -> Iterator[tuple[int, int]]:
     for block in manifest.blocks:
         if block.file == file:
             taken.append((block.offset, manifest.tensors[block.tensor].bytes_of(block)))
-            if block.ids is not None:
-                taken.append((block.ids.offset, 8 * block.rows))
+            if block.is_scattered:
+                taken.append((block.ids_offset, 8 * block.rows))
     end = 0
     for offset, size in sorted(taken):
         yield end, offset

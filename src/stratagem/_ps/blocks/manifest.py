@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from stratagem._wire.messages import StoredBlock as StoredBlock
 from stratagem.errors import CheckpointCorrupt
 
 FORMAT = 1
@@ -83,37 +84,6 @@ class StoredTensor:
         if not isinstance(found, torch.dtype):
             raise ValueError(f"{self.dtype!r} is not a type of torch {torch.__version__}.")
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class StoredIds:
-    """Place of the row numbers of a block of scattered rows: raw int64, ascending."""
-
-    offset: int
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """Rows of one tensor, as raw bytes in one file.
-
-    Attributes:
-        tensor: the tensor's name.
-        file: the file's name.
-        offset: where the raw bytes begin in the file; a multiple of 64.
-        start: the first row; with `ids`, the first row of the writer's range.
-        rows: how many rows.
-        crc32: checksum of the raw bytes.
-        ids: with scattered rows (a delta), where their numbers are.
-    """
-
-    tensor: str
-    file: str
-    offset: int
-    start: int
-    rows: int
-    crc32: int
-    ids: StoredIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +201,7 @@ def to_text(manifest: Manifest) -> str:
                 block.start,
                 block.rows,
                 block.crc32,
-                *([] if block.ids is None else [block.ids.offset, block.ids.crc32]),
+                *([block.ids_offset, block.ids_crc32] if block.is_scattered else []),
             ]
             for block in manifest.blocks
         ],
@@ -286,15 +256,7 @@ def from_text(text: str, path: str) -> Manifest:
             for name, tensor in body["tensors"].items()
         },
         blocks=tuple(
-            StoredBlock(
-                names[tensor],
-                files[file],
-                offset,
-                first,
-                rows,
-                crc32,
-                StoredIds(*ids) if ids else None,
-            )
-            for tensor, file, offset, first, rows, crc32, *ids in body["blocks"]
+            StoredBlock(names[tensor], files[file], *numbers)
+            for tensor, file, *numbers in body["blocks"]
         ),
     )

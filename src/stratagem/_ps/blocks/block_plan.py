@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stratagem._checkpoint.manifest import Manifest, StoredBlock
+from stratagem._ps.blocks.manifest import Manifest, StoredBlock
 from stratagem.errors import CheckpointCorrupt
 
 Range = tuple[int, int]
@@ -94,7 +94,7 @@ def plan_reads(chain: Sequence[Manifest], tensor: str, start: int, rows: int) ->
         still_missing = missing
         for block in manifest.blocks_of.get(stored_name(manifest, tensor), ()):
             low, high = block.start, block.start + block.rows
-            if block.ids is not None:
+            if block.is_scattered:
                 # Which rows it has is known when its numbers are read; it covers no range.
                 reads.append(BlockRead(depth, block, tuple(missing)))
                 continue

@@ -1,0 +1,1 @@
+"""Block files of checkpoints: format, writer and reader, for servers and coordinators."""

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from stratagem._cluster.discovery.cluster_spec import ClusterSpec
-from stratagem._cluster.launch.launcher import check_open_files, import_all
+from stratagem._cluster.launch.launcher import TaskOrder, check_open_files, import_all
 from stratagem._cluster.launch.task_process import name_process, threads_of_task
 from stratagem._cluster.launch.tasks import Task, announce, make_task
 from stratagem._cluster.worker.worker import Worker
@@ -100,13 +100,17 @@ class Server(Owner):
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads!r}: expected a number >= 1, or None.")
         self.cluster_spec = spec
-        self._key = key
         self._tls = tls
         self._threads = threads or threads_of_task(spec, self.job_name, self.task_index)
-        self._checkpoint_directories = tuple(checkpoint_directories)
         address = spec.task_address(self.job_name, self.task_index)
         self._advertised = _split(advertised_address or address)
-        self._bind = _bind_address(address)
+        self._order = TaskOrder(
+            job="ps" if self.job_name == "ps" else "worker",
+            index=self.task_index,
+            address=_bind_address(address),
+            key=key or "",
+            checkpoint_directories=tuple(checkpoint_directories),
+        )
         self._task: Task | None = None
         self._notice: NoticeHolder | None = None
         self._thread: threading.Thread | None = None
@@ -120,24 +124,9 @@ class Server(Owner):
             return
         check_open_files(1)
         import_all()
-        role = "ps" if self.job_name == "ps" else "worker"
-        self._task = make_task(
-            role,
-            self.task_index,
-            self._bind,
-            key=self._key,
-            forward_output=False,
-            checkpoint_directories=self._checkpoint_directories,
-            tls=self._tls,
-        )
-        self._notice = announce(
-            role,
-            self.task_index,
-            self._task,
-            key=self._key,
-            tls=self._tls,
-            cluster=self.cluster_spec.as_dict(),
-        )
+        self._task = make_task(self._order, forward_output=False, tls=self._tls)
+        spec = self.cluster_spec.as_dict()
+        self._notice = announce(self._order, self._task, tls=self._tls, cluster=spec)
         self._thread = threading.Thread(
             target=self._serve,
             args=(self._task,),

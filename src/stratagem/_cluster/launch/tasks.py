@@ -6,7 +6,7 @@ Used by `Server` and by every launcher, so that all of them run the same code.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
@@ -95,94 +95,59 @@ class Task(Protocol):
     def __exit__(self, *failure: object) -> None: ...
 
 
-def make_task(
-    job: str,
-    index: int,
-    address: str,
-    *,
-    key: str | None = None,
-    forward_output: bool = True,
-    any_optimizer: bool = False,
-    checkpoint_directories: Sequence[str] = (),
-    tls: TlsFiles | None = None,
-    evaluator: str = "",
-) -> Task:
-    """Make a task that listens on `address`; with `any_optimizer` a server imports any module for one.
-
-    A parameter server writes and reads checkpoints only below `checkpoint_directories`. An evaluator does not
-    listen; it is read from the file `evaluator`.
+def make_task(order: TaskOrder, *, forward_output: bool, tls: TlsFiles | None = None) -> Task:
+    """Make the task of an order, which listens from now on.
 
     Raises:
         ValueError: a job that is no task of a server.
         PermissionError: other machines can reach the address, and no key is set.
     """
-    if job == "worker":
-        proof = _task_key(key, address, tls)
-        return Worker(address, index=index, key=proof, forward_output=forward_output)
-    if job == "ps":
+    if order.job == "worker":
+        key = _task_key(order, tls)
+        return Worker(order.address, index=order.index, key=key, forward_output=forward_output)
+    if order.job == "ps":
         options = ServerOptions(
-            optimizer_modules=(ANY_MODULE,) if any_optimizer else None,
-            checkpoints=CheckpointAccess(tuple(checkpoint_directories)),
+            optimizer_modules=(ANY_MODULE,) if order.any_optimizer else None,
+            checkpoints=CheckpointAccess(tuple(order.checkpoint_directories)),
         )
-        proof = _task_key(key, address, tls)
-        return ParameterServer(address, task=f"/job:ps/task:{index}", key=proof, options=options)
-    if job == "evaluator" and evaluator:
-        return EvaluatorTask(evaluator)
+        name, key = f"/job:ps/task:{order.index}", _task_key(order, tls)
+        return ParameterServer(order.address, task=name, key=key, options=options)
+    if order.job == "evaluator" and order.evaluator:
+        return EvaluatorTask(order.evaluator)
     raise ValueError(
-        f"job {job!r} needs no server: expected 'worker' or 'ps'. The chief runs your program, an "
+        f"job {order.job!r} needs no server: expected 'worker' or 'ps'. The chief runs your program, an "
         f"evaluator runs sg.Evaluator(...).run()."
     )
 
 
-def task_of(order: TaskOrder, *, forward_output: bool) -> Task:
-    """Make the task of an order."""
-    return make_task(
-        order.job,
-        order.index,
-        order.address,
-        key=order.key or None,
-        forward_output=forward_output,
-        any_optimizer=order.any_optimizer,
-        checkpoint_directories=order.checkpoint_directories,
-        evaluator=order.evaluator,
-    )
-
-
 def announce(
-    job: str,
-    index: int,
+    order: TaskOrder,
     task: Task,
     *,
-    key: str | None = None,
     tls: TlsFiles | None = None,
-    owner: int = 0,
     cluster: Mapping[str, Any] | None = None,
 ) -> NoticeHolder:
     """Let ``stratagem top`` find a task of this process, until the result is closed.
 
     Args:
-        job: of the task.
-        index: of the task.
+        order: its order.
         task: it listens already. An evaluator does not, and is not announced.
-        key: of the cluster; by default that of the environment or of the user.
         tls: by default the files of the environment.
-        owner: the process that started the task and supervises it, if one does.
         cluster: the addresses of all tasks, if known.
     """
-    if job not in ("worker", "ps"):
+    if order.job not in ("worker", "ps"):
         return NoticeHolder(None)
     files = tls or files_from_environment()
+    paths = () if files is None else tuple(str(Path(one).resolve()) for one in astuple(files))
     return NoticeHolder(
         TaskNotice(
             pid=os.getpid(),
-            job=job,
-            index=index,
+            job=order.job,
+            index=order.index,
             address=task.address,
-            key=cluster_key(key, tls).text(),
-            tls=()
-            if files is None
-            else tuple(str(Path(path).resolve()) for path in astuple(files)),
-            owner=owner,
+            key=cluster_key(order.key or None, tls).text(),
+            tls=paths,
+            owner=order.owner,
             cluster=cluster or {},
         )
     )
@@ -195,22 +160,21 @@ def run_task(order: TaskOrder, ready: Callable[[str], None]) -> None:
     torch.set_num_threads(order.threads)
     if order.job == "worker":
         keep_freed_memory()
-    task = task_of(order, forward_output=True)
-    with task, announce(order.job, order.index, task, key=order.key or None, owner=order.owner):
+    with make_task(order, forward_output=True) as task, announce(order, task):
         ready(task.address)
         task.serve()
 
 
-def _task_key(text: str | None, address: str, tls: TlsFiles | None) -> ClusterKey:
-    """Return the key of a task that listens on `address`.
+def _task_key(order: TaskOrder, tls: TlsFiles | None) -> ClusterKey:
+    """Return the key of a task.
 
     Raises:
-        PermissionError: other machines can reach the address, and no key is set.
+        PermissionError: other machines can reach its address, and no key is set.
     """
-    text = text or config.cluster_key_text()
-    if not text and not is_loopback(split_address(address)[0]):
+    text = order.key or config.cluster_key_text()
+    if not text and not is_loopback(split_address(order.address)[0]):
         raise PermissionError(
-            f"refusing to listen on {address!r} without a cluster key: any process that can reach "
+            f"refusing to listen on {order.address!r} without a cluster key: any process that can reach "
             f"the port could read and change the model. Set STRATAGEM_CLUSTER_KEY or "
             f"STRATAGEM_CLUSTER_KEY_FILE for every task, or listen on 127.0.0.1"
         )

@@ -10,7 +10,7 @@ from typing import Final, final
 from typing_extensions import override
 
 from stratagem._cluster.launch.launcher import EventHandler, TaskEvent, TaskOrder
-from stratagem._cluster.launch.tasks import Task, announce, task_of
+from stratagem._cluster.launch.tasks import Task, announce, make_task
 from stratagem._owner import Owner
 from stratagem._wire.task_notices import NoticeHolder
 from stratagem.errors import MisuseError
@@ -34,8 +34,8 @@ class ThreadLauncher(Owner):
 
     def spawn(self, order: TaskOrder) -> None:
         """Start a task."""
-        task = task_of(order, forward_output=False)
-        notice = announce(order.job, order.index, task, key=order.key or None, owner=order.owner)
+        task = make_task(order, forward_output=False)
+        notice = announce(order, task)
         thread = threading.Thread(
             target=self._serve,
             args=(order, task),

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from typing_extensions import override
@@ -77,22 +77,8 @@ class EvaluatorTask(Owner):
         return f"<EvaluatorTask of {self._evaluator!r}>"
 
 
-class Task(Protocol):
-    """A task: listens from its construction on, works in `serve`, ends by `close`."""
-
-    @property
-    def address(self) -> str:
-        """Address on which it listens."""
-
-    def serve(self) -> None:
-        """Work in the calling thread until closed."""
-
-    def close(self) -> None:
-        """End the task, from any thread."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *failure: object) -> None: ...
+Task = ParameterServer | Worker | EvaluatorTask
+"""A task listens from its construction on, works in `serve`, and is ended by `close`, from any thread."""
 
 
 def make_task(order: TaskOrder, *, forward_output: bool, tls: TlsFiles | None = None) -> Task:

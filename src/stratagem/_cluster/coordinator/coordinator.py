@@ -27,13 +27,13 @@ from stratagem._cluster.coordinator.remote_values import (
     as_completed,
     as_iterable,
     make_iterator,
-    map_leaves,
     refuse_in_callback,
 )
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.shared_dataset import SharedDataset
 from stratagem._cluster.coordinator.startup import await_workers, make_engine
 from stratagem._cluster.coordinator.worker_link import WorkerStatus, WorkersView
+from stratagem._core import values
 from stratagem._owner import Owner
 from stratagem._ps.recovery_point import ServerRecovery
 from stratagem._strategies.async_functions import refuse_async
@@ -304,7 +304,9 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
     def fetch(self, val: Any) -> Any:
         """Wait for every `RemoteValue` in a nest and return the nest with their results."""
-        return map_leaves(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
+        return values.map_leaves(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
+        )
 
     def as_completed(
         self, values: Iterable[RemoteValue], timeout_s: float | None = None

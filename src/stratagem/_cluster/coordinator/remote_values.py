@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from stratagem._cluster.timed_iterator import TimedIterator
-from stratagem._core import context
+from stratagem._core import context, values
 from stratagem._core.user_contexts import InputContext
 from stratagem._wire.codec import unpack
 from stratagem._wire.messages import Frame, Packed
@@ -190,7 +190,7 @@ class RemoteValue:
 
     def fetch(self, timeout_s: float | None = None) -> Any:
         """Return the result as `get` does, with tensors as NumPy arrays (bfloat16 as float32)."""
-        return map_leaves(_to_numpy, self.get(timeout_s))
+        return values.map_leaves(_to_numpy, self.get(timeout_s))
 
     def add_done_callback(self, fn: Callable[[RemoteValue], object]) -> None:
         """Call ``fn(value)`` once, when the closure has ended; at once if it already has.
@@ -434,24 +434,6 @@ def make_iterator(source: object, workers: Sequence[int]) -> Iterator[object]:
         )
     place = workers.index(index) if index in workers else 0
     return TimedIterator(iter(build_dataset(source, index=place, workers=len(workers))))
-
-
-def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Apply a function to the leaves of lists, tuples, named tuples and dictionaries.
-
-    Example:
-        >>> map_leaves(lambda leaf: leaf * 2, {"a": (1, [2])})
-        {'a': (2, [4])}
-    """
-    if isinstance(nest, tuple):
-        leaves = [map_leaves(function, leaf) for leaf in nest]
-        fields = getattr(nest, "_fields", None)
-        return type(nest)(*leaves) if fields is not None else tuple(leaves)
-    if isinstance(nest, list):
-        return [map_leaves(function, leaf) for leaf in nest]
-    if isinstance(nest, dict):
-        return {key: map_leaves(function, leaf) for key, leaf in nest.items()}
-    return function(nest)
 
 
 def _to_numpy(leaf: Any) -> Any:

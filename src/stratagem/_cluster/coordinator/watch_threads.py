@@ -6,14 +6,13 @@ hangs in the middle of a large message would delay the heartbeats to the others.
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
 
 from stratagem.errors import ParameterServerLost
@@ -33,15 +32,8 @@ class WatchThreads:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=run, name=f"stratagem-watch-{name}", daemon=True)
-            for name, run in (
-                ("heartbeats", self._watch_heartbeats),
-                ("closures", self._watch_closures),
-                ("servers", self._watch_servers),
-                ("membership", self._watch_membership),
-            )
-        ]
+        self._threads: list[threading.Thread] = []
+        self._heartbeat_at = 0.0
         self._progress_at = time.monotonic()
         self._finished = 0
         self._no_worker_since: float | None = None
@@ -49,7 +41,27 @@ class WatchThreads:
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in self._threads:
+        engine, options = self._engine, self._engine.options
+        servers = engine.views.servers
+        checks: dict[str, tuple[float, list[Callable[[], None]]]] = {
+            "heartbeats": (TICK_S, [self._check_links, self._check_workers, self._check_progress]),
+            "closures": (TICK_S, [engine.tick]),
+            "servers": (
+                min(TICK_S, options.heartbeat_s),
+                [
+                    lambda: servers.check_servers(options),
+                    engine.recoveries.repair_backups,
+                    self._check_paths,
+                ],
+            ),
+        }
+        if engine.check_membership is not None and options.membership_s > 0:
+            checks["membership"] = options.membership_s, [engine.check_membership]
+        for name, what in checks.items():
+            thread = threading.Thread(
+                target=self._run, args=what, name=f"stratagem-watch-{name}", daemon=True
+            )
+            self._threads.append(thread)
             thread.start()
 
     def close(self, timeout_s: float) -> None:
@@ -59,46 +71,29 @@ class WatchThreads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
-    def _watch_heartbeats(self) -> None:
-        sent_at = 0.0
-        while not self._stop.wait(TICK_S):
-            if self._engine.abandoned.is_set():
-                self._engine.close()
-                return
-            now = time.monotonic()
-            due = now - sent_at >= self._engine.options.heartbeat_s
-            if due:
-                sent_at = now
-            for link in list(self._engine.links.values()):
-                self._guard(functools.partial(link.watch, now, send_heartbeat=due))
-            self._check_workers(now)
-            self._check_progress(now)
+    def _run(self, every_s: float, checks: Sequence[Callable[[], None]]) -> None:
+        while not self._stop.wait(every_s):
+            for check in checks:
+                try:
+                    check()
+                except ParameterServerLost as error:
+                    if not self._stop.is_set():
+                        self._engine.server_lost(error)
+                except Exception:  # noqa: BLE001 - the thread must survive any error
+                    if not self._stop.is_set():
+                        _log.exception("a check of the coordinator failed")
 
-    def _watch_closures(self) -> None:
-        while not self._stop.wait(TICK_S):
-            self._guard(self._engine.tick)
-
-    def _watch_servers(self) -> None:
-        options = self._engine.options
-        while not self._stop.wait(min(TICK_S, options.heartbeat_s)):
-            self._guard(lambda: self._engine.views.servers.check_servers(options))
-            self._guard(self._engine.recoveries.repair_backups)
-            self._guard(self._check_paths)
-
-    def _watch_membership(self) -> None:
-        check, every_s = self._engine.check_membership, self._engine.options.membership_s
-        while check is not None and every_s > 0 and not self._stop.wait(every_s):
-            self._guard(check)
-
-    def _guard(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except ParameterServerLost as error:
-            if not self._stop.is_set():
-                self._engine.server_lost(error)
-        except Exception:  # noqa: BLE001 - the thread must survive any error
-            if not self._stop.is_set():
-                _log.exception("a check of the coordinator failed")
+    def _check_links(self) -> None:
+        """Send heartbeats, and find workers that are silent; end an engine that nothing refers to."""
+        if self._engine.abandoned.is_set():
+            self._engine.close()
+            return
+        now = time.monotonic()
+        due = now - self._heartbeat_at >= self._engine.options.heartbeat_s
+        if due:
+            self._heartbeat_at = now
+        for link in list(self._engine.links.values()):
+            link.watch(now, send_heartbeat=due)
 
     def _check_paths(self) -> None:
         """Raise the error of a server that a majority of the workers has not reached for too long."""
@@ -111,9 +106,9 @@ class WatchThreads:
                 del since[task]
                 raise error
 
-    def _check_workers(self, now: float) -> None:
+    def _check_workers(self) -> None:
         """Report closures that have waited too long for any worker."""
-        queue = self._engine.queue
+        now, queue = time.monotonic(), self._engine.queue
         with self._engine.lock:
             waits = queue.waits_for_workers
         if not waits:
@@ -124,9 +119,9 @@ class WatchThreads:
             self._engine.no_workers(now - self._no_worker_since)
             self._no_worker_since = None
 
-    def _check_progress(self, now: float) -> None:
+    def _check_progress(self) -> None:
         """Log the stacks of all threads when no closure has finished for too long (WDG-1)."""
-        limit_s = self._engine.options.watchdog_s
+        now, limit_s = time.monotonic(), self._engine.options.watchdog_s
         with self._engine.lock:
             finished = self._engine.closures.finished
             busy = not self._engine.queue.idle

@@ -94,17 +94,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
 
     @classmethod
     def of(cls, strategy: object) -> ClusterCoordinator:
-        """Return the strategy's coordinator, which may not have connected yet.
-
-        Example:
-            >>> import stratagem as sg
-            >>> with sg.LocalCluster(workers=1, ps=1, in_process=True) as cluster:
-            ...     with sg.ParameterServerStrategy(cluster.resolver) as strategy:
-            ...         with strategy.scope():  # makes the coordinator
-            ...             pass
-            ...         print(sg.ClusterCoordinator.of(strategy))
-            <ClusterCoordinator [not connected]>
-        """
+        """Return the strategy's coordinator, which may not have connected yet."""
         if not isinstance(strategy, ClusterStrategy):
             raise ValueError(
                 f"{strategy!r} has no cluster: ClusterCoordinator needs a ParameterServerStrategy."

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from stratagem.errors import StratagemError
 
@@ -16,37 +17,36 @@ TESTED = "3.15.1"
 """The version of Keras that the tests use."""
 
 
-class KerasNames(NamedTuple):
-    """Classes and modules of Keras."""
-
-    keras: Any
-    tree: Any
-    Variable: Any
-    Layer: Any
-    Model: Any
-    Trainer: Any
-    BaseTrainer: Any
-    BaseOptimizer: Any
-    BatchNormalization: Any
-    global_state: Any
-    backend: Any
-    DataAdapter: Any
-    class_weight_to_sample_weights: Any
-    EpochIterator: Any
-    Tracker: Any
-    TrackedList: Any
-    TrackedDict: Any
-    TrackedOrderedDict: Any
-    TrackedSet: Any
-    Saveable: Any
-    Node: Any
-    DynamicBackend: Any
-
-    @property
-    def by_value(self) -> tuple[type, ...]:
-        """Classes whose objects `model_by_value` sends as their attributes."""
-        return (self.Saveable, self.Variable, self.Node, self.Tracker, self.TrackedList, self.TrackedDict,
-                self.TrackedOrderedDict, self.TrackedSet, self.DynamicBackend)  # fmt: skip
+_PRIVATE = {
+    "tree": ("keras.src.tree", ""),
+    "Variable": ("keras.src.backend.torch.core", "Variable"),
+    "Layer": ("keras.src.layers.layer", "Layer"),
+    "Model": ("keras.src.models.model", "Model"),
+    "Trainer": ("keras.src.backend.torch.trainer", "TorchTrainer"),
+    "BaseTrainer": ("keras.src.trainers.trainer", "Trainer"),
+    "BaseOptimizer": ("keras.src.optimizers.base_optimizer", "BaseOptimizer"),
+    "BatchNormalization": (
+        "keras.src.layers.normalization.batch_normalization",
+        "BatchNormalization",
+    ),
+    "global_state": ("keras.src.backend.common.global_state", ""),
+    "backend": ("keras.src.backend", ""),
+    "EpochIterator": ("keras.src.backend.torch.trainer", "TorchEpochIterator"),
+    "Saveable": ("keras.src.saving.keras_saveable", "KerasSaveable"),
+    "DynamicBackend": ("keras.src.utils.backend_utils", "DynamicBackend"),
+    "Node": ("keras.src.ops.node", "Node"),
+    "Tracker": ("keras.src.utils.tracking", "Tracker"),
+    "TrackedList": ("keras.src.utils.tracking", "TrackedList"),
+    "TrackedDict": ("keras.src.utils.tracking", "TrackedDict"),
+    "TrackedOrderedDict": ("keras.src.utils.tracking", "TrackedOrderedDict"),
+    "TrackedSet": ("keras.src.utils.tracking", "TrackedSet"),
+    "class_weight_to_sample_weights": (
+        "keras.src.trainers.data_adapters.data_adapter_utils",
+        "class_weight_to_sample_weights",
+    ),
+    "DataAdapter": ("keras.src.trainers.data_adapters.data_adapter", "DataAdapter"),
+}
+"""Module and attribute by the name used here; an empty attribute is the module itself."""
 
 
 class UnknownKeras(StratagemError, ImportError):
@@ -54,41 +54,15 @@ class UnknownKeras(StratagemError, ImportError):
 
 
 @functools.cache
-def names() -> KerasNames:
+def names() -> Any:
     """Return the names; Keras must have been imported.
 
     Raises:
         UnknownKeras: this version of Keras has moved one of them.
     """
     keras = importlib.import_module("keras")
-    private = {
-        "tree": ("keras.src.tree", ""),
-        "Variable": ("keras.src.backend.torch.core", "Variable"),
-        "Layer": ("keras.src.layers.layer", "Layer"),
-        "Model": ("keras.src.models.model", "Model"),
-        "Trainer": ("keras.src.backend.torch.trainer", "TorchTrainer"),
-        "BaseTrainer": ("keras.src.trainers.trainer", "Trainer"),
-        "BaseOptimizer": ("keras.src.optimizers.base_optimizer", "BaseOptimizer"),
-        "BatchNormalization": (
-            "keras.src.layers.normalization.batch_normalization",
-            "BatchNormalization",
-        ),
-        "global_state": ("keras.src.backend.common.global_state", ""),
-        "backend": ("keras.src.backend", ""),
-        "EpochIterator": ("keras.src.backend.torch.trainer", "TorchEpochIterator"),
-        "Saveable": ("keras.src.saving.keras_saveable", "KerasSaveable"),
-        "DynamicBackend": ("keras.src.utils.backend_utils", "DynamicBackend"),
-        "Node": ("keras.src.ops.node", "Node"),
-        "class_weight_to_sample_weights": (
-            "keras.src.trainers.data_adapters.data_adapter_utils",
-            "class_weight_to_sample_weights",
-        ),
-        "DataAdapter": ("keras.src.trainers.data_adapters.data_adapter", "DataAdapter"),
-    }
-    for name in ("Tracker", "TrackedList", "TrackedDict", "TrackedOrderedDict", "TrackedSet"):
-        private[name] = ("keras.src.utils.tracking", name)
     found: dict[str, Any] = {}
-    for name, (module, attribute) in private.items():
+    for name, (module, attribute) in _PRIVATE.items():
         try:
             loaded = importlib.import_module(module)
             found[name] = getattr(loaded, attribute) if attribute else loaded
@@ -97,4 +71,4 @@ def names() -> KerasNames:
                 f"Keras {keras.__version__} has no {module}.{attribute}: Stratagem cannot train its models. "
                 f"It is tested with Keras {TESTED}: pip install 'keras=={TESTED}'."
             ) from error
-    return KerasNames(keras=keras, **found)
+    return SimpleNamespace(keras=keras, **found)

@@ -6,7 +6,7 @@ strategy every one of them does what Keras' does.
 | group | module | what is patched | why |
 |---|---|---|---|
 | strategy | `model_strategies` | ``Model.__new__``, ``compile`` | a model belongs to the strategy current at its construction (KER-1) |
-| strategy | `entry_points` | ``fit``, ``evaluate``, ``predict`` and their ``…_on_batch`` forms | they run under the model's strategy, wherever they are called |
+| strategy | `model_strategies` | ``fit``, ``evaluate``, ``predict`` and their ``…_on_batch`` forms | they run under the model's strategy, wherever they are called |
 | strategy | `tensorboard_files` | ``TensorBoard.summary``, ``_write_keras_model_summary`` | the callback needs no TensorFlow |
 | replicas | `split_calls` | ``make_…_function``; ``Layer.__call__``, ``add_loss``, ``_clear_losses`` | inside a step the outermost call of a layer runs on all replicas |
 | replicas | `replica_variables` | ``Variable.value``, ``_direct_assign`` | a replica reads and writes its own values |
@@ -24,7 +24,7 @@ import threading
 from collections.abc import Collection
 
 _MODULES = {
-    "strategy": ("model_strategies", "entry_points", "tensorboard_files"),
+    "strategy": ("model_strategies", "tensorboard_files"),
     "replicas": (
         "split_calls",
         "replica_variables",

@@ -6,6 +6,7 @@ whose variables are sums over rows, as those of Keras' own metrics are.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -33,41 +34,36 @@ def check_metrics(model: Any) -> None:
     for metric in flat_metrics(model):
         owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
         if not owner.__module__.startswith("keras."):
-            object.__setattr__(metric, "update_state", _FirstUpdate(metric))
+            first = functools.partial(_first_update, metric)
+            object.__setattr__(metric, "update_state", first)
 
 
-class _FirstUpdate:
-    """The first update of a metric: made twice, to see whether the second one adds the same."""
-
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        metric = self._metric
-        del vars(metric)["update_state"]
-        attributes = _attributes_of(metric)
-        before = self._values()
+def _first_update(metric: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make the first update of a metric twice, and see whether the second one adds the same."""
+    del vars(metric)["update_state"]
+    attributes = _attributes_of(metric)
+    values = [_values_of(metric)]
+    for _ in range(2):
         result = metric.update_state(*args, **kwargs)
-        once = self._values()
-        metric.update_state(*args, **kwargs)
-        twice = self._values()
-        same = [
-            np.allclose(two - one, one - start, rtol=1e-3, atol=1e-6)
-            for start, one, two in zip(before, once, twice, strict=True)
-        ]
-        if not same or not all(same) or _attributes_of(metric) != attributes:
-            raise WrongArgumentType(
-                f"metric {metric.name!r} ({type(metric).__name__}) cannot be computed on several workers: its state is not a sum "
-                "over rows in variables of the metric (add_variable), so that the changes of all steps do not add up. Keep sums "
-                "and counts in variables, or compute the metric from model.predict() in a callback."
-            )
-        with torch.no_grad():
-            for variable, value in zip(metric.variables, once, strict=True):
-                variable.assign(value)
-        return result
+        values.append(_values_of(metric))
+    adds_up = [
+        np.allclose(twice - once, once - start, rtol=1e-3, atol=1e-6)
+        for start, once, twice in zip(*values, strict=True)
+    ]
+    if not adds_up or not all(adds_up) or _attributes_of(metric) != attributes:
+        raise WrongArgumentType(
+            f"metric {metric.name!r} ({type(metric).__name__}) cannot be computed on several workers: its state is not a sum "
+            "over rows in variables of the metric (add_variable), so that the changes of all steps do not add up. Keep sums "
+            "and counts in variables, or compute the metric from model.predict() in a callback."
+        )
+    with torch.no_grad():
+        for variable, value in zip(metric.variables, values[1], strict=True):
+            variable.assign(value)
+    return result
 
-    def _values(self) -> list[np.ndarray]:
-        return [np.array(variable.numpy()) for variable in self._metric.variables]
+
+def _values_of(metric: Any) -> list[np.ndarray]:
+    return [np.array(variable.numpy()) for variable in metric.variables]
 
 
 def _attributes_of(metric: Any) -> dict[str, Any]:

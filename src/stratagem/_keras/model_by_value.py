@@ -8,6 +8,7 @@ coordinator sends those as it sends them in any function.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ def _at_start() -> dict[str, Any]:
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _WRAPPED = ("build", "quantize")
 """Methods that Keras wraps in each layer; a built layer needs the wrappers no more."""
+
+
+@functools.cache
+def _by_value() -> tuple[type, ...]:
+    """Return the classes of Keras whose objects are sent as their attributes."""
+    found = names()
+    return (found.Saveable, found.Variable, found.Node, found.Tracker, found.TrackedList, found.TrackedDict,
+            found.TrackedOrderedDict, found.TrackedSet, found.DynamicBackend)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,7 @@ class ModelParts:
             return None if found is None else self._number("parameter", obj, self.parameters)
         if isinstance(obj, keras.BaseOptimizer):
             return self._number("optimizer", obj, self.optimizers)
-        if isinstance(obj, keras.by_value):
+        if isinstance(obj, _by_value()):
             return self._number("object", obj, self._objects)
         if isinstance(obj, nn.Module):
             return self._number("module", obj, self.modules)

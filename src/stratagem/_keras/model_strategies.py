@@ -1,16 +1,23 @@
-"""The strategy of a Keras model: the one that was current when the model was constructed (KER-1)."""
+"""The strategy of a Keras model: the one that was current when the model was constructed (KER-1).
+
+``fit``, ``evaluate``, ``predict`` and their one-batch forms run under it, wherever they are called.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from stratagem._core import context
+from stratagem._keras.dataset_inputs import convert_inputs
 from stratagem._keras.keras_names import names
 from stratagem._strategies.base import Strategy
 from stratagem.errors import MisuseError
+
+METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 _ATTRIBUTE = "_stratagem_strategy"
 
@@ -72,7 +79,7 @@ def _where(strategy: Strategy | None) -> str:
 
 
 def apply_patch() -> None:
-    """Note the strategy of new models; check it in ``compile``."""
+    """Note the strategy of new models; check it in ``compile``; wrap the methods of Keras' trainer."""
     # Keras compares a model's ``compile`` with that of its own base class: it must be the one that is replaced.
     model_class, trainer = names().Model, names().BaseTrainer
     create, compile_model = model_class.__new__, trainer.compile
@@ -91,6 +98,28 @@ def apply_patch() -> None:
 
     model_class.__new__ = __new__
     trainer.compile = compile_at_work
+    for method in METHODS:
+        setattr(names().Trainer, method, _under_strategy(getattr(names().Trainer, method)))
+
+
+def _under_strategy(method: Any) -> Any:
+    name = method.__name__
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with at_work(self, name) as strategy:
+            if strategy is None:
+                return method(self, *args, **kwargs)
+            bound = signature.bind(self, *args, **kwargs)
+            if is_on_servers(strategy):
+                from stratagem._keras import server_steps  # and with it the cluster
+
+                return server_steps.run(self, method, bound)
+            convert_inputs(name, bound.arguments)
+            return method(*bound.args, **bound.kwargs)
+
+    return run
 
 
 def refuse_other_backends() -> None:

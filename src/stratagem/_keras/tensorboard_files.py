@@ -11,7 +11,6 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from stratagem._keras.keras_names import names
@@ -53,22 +52,12 @@ class Summaries:
     """
 
     def __init__(self) -> None:
-        self._default: SummaryFiles | None = None
+        self.default: SummaryFiles | None = None
         self._records = True
 
     def create_file_writer(self, directory: str) -> SummaryFiles:
         """Return a writer of files in a directory."""
         return SummaryFiles(self, directory)
-
-    @contextmanager
-    def as_default(self, writer: SummaryFiles) -> Iterator[None]:
-        """Write to a writer; what was written is in its file afterwards."""
-        before, self._default = self._default, writer
-        try:
-            yield
-        finally:
-            self._default = before
-            writer.flush()
 
     @contextmanager
     def record_if(self, condition: Callable[[], bool]) -> Iterator[None]:
@@ -82,7 +71,7 @@ class Summaries:
     @property
     def _writer(self) -> Any:
         """The torch writer to write to; None if nothing is to be recorded."""
-        return self._default.torch_writer if self._records and self._default else None
+        return self.default.torch_writer if self._records and self.default else None
 
     def scalar(self, name: str, value: Any, step: Any) -> None:
         """Write a number."""
@@ -116,45 +105,32 @@ class Summaries:
 
 
 class SummaryFiles:
-    """Event files in one directory, created when something is written."""
+    """Event files in one directory.
+
+    Raises:
+        ModuleNotFoundError: the package tensorboard is not installed.
+    """
 
     def __init__(self, summaries: Summaries, directory: str) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError(
+                "keras.callbacks.TensorBoard under a strategy needs the package tensorboard (or tensorflow): "
+                "pip install 'stratagem[tensorboard]'.",
+                name="tensorboard",
+            )
+        from torch.utils.tensorboard import SummaryWriter
+
         self._summaries = summaries
-        self._directory = directory
-        self._torch_writer: Any = None
+        self.torch_writer: Any = SummaryWriter(directory)
+        self.flush, self.close = self.torch_writer.flush, self.torch_writer.close
 
-    @property
-    def torch_writer(self) -> Any:
-        """The ``SummaryWriter`` of torch.
-
-        Raises:
-            ModuleNotFoundError: the package tensorboard is not installed.
-        """
-        if self._torch_writer is None:
-            if importlib.util.find_spec("tensorboard") is None:
-                raise ModuleNotFoundError(
-                    "keras.callbacks.TensorBoard under a strategy needs the package tensorboard (or tensorflow): "
-                    "pip install 'stratagem[tensorboard]'.",
-                    name="tensorboard",
-                )
-            from torch.utils.tensorboard import SummaryWriter
-
-            Path(self._directory).mkdir(parents=True, exist_ok=True)
-            self._torch_writer = SummaryWriter(self._directory)
-        return self._torch_writer
-
-    def as_default(self, step: Any = None) -> Any:
-        """Write here; every function of the callback says its own step."""
+    @contextmanager
+    def as_default(self, step: Any = None) -> Iterator[None]:
+        """Write here; every function of the callback says its own step. What was written is in the file afterwards."""
         del step
-        return self._summaries.as_default(self)
-
-    def flush(self) -> None:
-        """Bring everything to the files."""
-        if self._torch_writer is not None:
-            self._torch_writer.flush()
-
-    def close(self) -> None:
-        """Close the files. A write after this begins a new one."""
-        if self._torch_writer is not None:
-            self._torch_writer.close()
-            self._torch_writer = None
+        before, self._summaries.default = self._summaries.default, self
+        try:
+            yield
+        finally:
+            self._summaries.default = before
+            self.flush()

@@ -21,11 +21,10 @@ from stratagem._data.node import INFINITE, UNKNOWN
 from stratagem._data.options import SHARD_HINT, AutoShardPolicy, DistributeOptions, Options
 from stratagem._data.parallel import AUTOTUNE
 from stratagem._data.ragged import Ragged
-from stratagem._data.readers import Bad, LineReader, Reader
+from stratagem._data.readers import Bad, LineReader, Reader, TFRecordReader, write_tfrecords
 from stratagem._data.row_ranges import RowRange
 from stratagem._data.seeds import ElementRng
 from stratagem._data.specs import ObjectSpec, PerReplicaSpec, TensorSpec
-from stratagem._data.tfrecord_files import TFRecordReader, write_tfrecords
 from stratagem._data.tfrecord_format import Feature
 
 __all__ = [

@@ -142,7 +142,7 @@ def test_a_slow_function_meets_the_time_limit(monkeypatch):
         (Dataset.range(3).map(lambda x: release.wait(120) or x, 2), "took longer than 0.05 s"),
         (
             Dataset.range(3).map(lambda x: (release.wait(120) if x else None, x)[1]).prefetch(1),
-            "delivered nothing for 0.05 s",
+            "'stratagem-prefetch' took longer than 0.05 s",
         ),
     ):
         release.clear()
@@ -204,7 +204,7 @@ def test_the_first_element_is_read_in_the_callers_thread():
     with iter(Dataset.from_generator(source).prefetch(1)) as iterator:
         list(iterator)
     assert names[0] == threading.current_thread().name
-    assert set(names[1:]) == {"stratagem-prefetch"}
+    assert set(names[1:]) == {"stratagem-prefetch-0"}
 
 
 def test_prefetch_runs_ahead_and_no_further():

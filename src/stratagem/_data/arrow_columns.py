@@ -171,6 +171,11 @@ def _names(names: Sequence[str]) -> str:
     return f"{shown}, …" if len(names) > 40 else shown
 
 
+def column_error(name: str, path: str, problem: str) -> ColumnError:
+    """Return the error for a column of a file."""
+    return ColumnError(f"column {name!r} of file {path!r} {problem}", path=path, column=name)
+
+
 def _find(schema: Any, name: str, path: str, *, what: str = "column") -> Any:
     places = schema.get_all_field_indices(name)
     if len(places) == 1:
@@ -223,12 +228,8 @@ class ColumnPlan:
         if name in self.selection.hash_buckets:
             if _is_text(inner) or types.is_integer(inner) or types.is_boolean(inner):
                 return
-            raise ColumnError(
-                f"column {name!r} of file {path!r} has type {kind}, which cannot be hashed; expected text, "
-                f"bytes or integers. Leave it out of hash_buckets=.",
-                path=path,
-                column=name,
-            )
+            problem = f"has type {kind}, which cannot be hashed; expected text, bytes or integers"
+            raise column_error(name, path, f"{problem}. Leave it out of hash_buckets=.")
         if name in self.selection.dtypes and not types.is_nested(inner):
             return  # an explicit conversion; Arrow knows whether it exists
         if types.is_boolean(inner) or types.is_integer(inner) or types.is_floating(inner):
@@ -242,23 +243,17 @@ class ColumnPlan:
             advice = "Give hash_buckets= to turn the text into numbers."
         elif not types.is_nested(inner):
             advice = "Give dtypes= to convert it, or leave it out of columns=."
-        raise ColumnError(
-            f"column {name!r} of file {path!r} has type {kind}, which cannot become a tensor. {advice}",
-            path=path,
-            column=name,
-        )
+        problem = f"has type {kind}, which cannot become a tensor. {advice}"
+        raise column_error(name, path, problem)
 
     def check(self, schema: Any, path: str) -> None:
         """Raise if the columns of a file differ from those of the first file."""
         for name, expected in self.types.items():
             found = _find(schema, name, path).type
             if found != expected and name not in self.selection.dtypes:
-                raise ColumnError(
-                    f"column {name!r} of file {path!r} has type {found}, but {expected} in the first "
-                    f"file. Give dtypes={{{name!r}: …}} to convert both to one type.",
-                    path=path,
-                    column=name,
-                )
+                problem = f"has type {found}, but {expected} in the first file"
+                advice = f"Give dtypes={{{name!r}: …}} to convert both to one type."
+                raise column_error(name, path, f"{problem}. {advice}")
 
     def convert(self, table: Any, path: str) -> dict[str, Any]:
         """Return a table or record batch as a batch of tensors."""
@@ -311,11 +306,8 @@ class ColumnPlan:
                 array = array.storage
             return self._convert(name, array, path)
         except arrow.ArrowException as error:
-            raise ColumnError(
-                f"column {name!r} of file {path!r} ({column.type}) cannot be converted: {error}",
-                path=path,
-                column=name,
-            ) from error
+            problem = f"({column.type}) cannot be converted: {error}"
+            raise column_error(name, path, problem) from error
 
     def _is_plain(self, name: str, column: Any) -> bool:
         """Return whether a column needs no conversion: signed integers or floats, none missing."""
@@ -333,7 +325,7 @@ class ColumnPlan:
             return self._ragged(name, array, path)
         if types.is_fixed_size_list(kind):
             if array.null_count:
-                raise self._missing(name, array, path, "Lists of a fixed size cannot be filled.")
+                raise _missing(name, array, path, "Lists of a fixed size cannot be filled.")
             items = self._convert(name, array.flatten(), path)
             return items.reshape(len(array), kind.list_size, *items.shape[1:])
         array = self._fill(name, array, path)
@@ -366,7 +358,7 @@ class ColumnPlan:
             return array
         if name not in self.selection.fill:
             advice = f"Give fill={{{name!r}: value}} to replace them."
-            raise self._missing(name, array, path, advice)
+            raise _missing(name, array, path, advice)
         if lists:
             return array
         if pyarrow().types.is_dictionary(array.type):
@@ -388,14 +380,10 @@ class ColumnPlan:
             )
         return pyarrow().compute.fill_null(array, value)
 
-    @staticmethod
-    def _missing(name: str, array: Any, path: str, advice: str) -> ColumnError:
-        return ColumnError(
-            f"column {name!r} of file {path!r} has {array.null_count} missing value(s) in "
-            f"{len(array)} rows. {advice}",
-            path=path,
-            column=name,
-        )
+
+def _missing(name: str, array: Any, path: str, advice: str) -> ColumnError:
+    problem = f"has {array.null_count} missing value(s) in {len(array)} rows. {advice}"
+    return column_error(name, path, problem)
 
 
 def _cast(array: Any, dtype: torch.dtype) -> Any:

@@ -1,13 +1,12 @@
-"""Threads of the input pipeline: a pool that runs user functions, and a thread that reads ahead.
+"""Threads of the input pipeline: a pool that runs user functions, and a cursor that reads ahead.
 
-Both start with the first element and end with the last one, with an error, or with `close()`. Neither refers
-to the user's iterator, so that dropping the iterator ends the threads too.
+Threads start with the first element and end with `close()`, which iterators call after the last element and after an
+error. They do not refer to the user's iterator, so that dropping the iterator ends them too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import queue
 import threading
 import time
@@ -26,7 +25,6 @@ from stratagem.errors import DataError, InputTimeout
 _CLOSE_S = 10.0  # a user function that runs longer is left to end by itself, with a warning
 _SLOW_S = 5e-3  # two reads in a row above this are not caused by a busy machine
 _LOOK_BACK = 8  # reads; the fastest of them is the cost of reading on an idle machine
-_IDLE_S = 60.0  # how often a thread that waits for space checks whether it should stop
 
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...]] | None]"
 
@@ -47,14 +45,27 @@ def _join(thread: threading.Thread) -> None:
 
 @final
 class Pool:
-    """Threads that call a function; results are futures."""
+    """Threads that call a function; results are futures.
 
-    def __init__(self, fn: Callable[..., Any], threads: int, name: str) -> None:
+    Args:
+        fn: the function.
+        threads: how many.
+        name: of the threads.
+        at_end: called by each thread when it ends.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        threads: int,
+        name: str,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()
         self._closed = False
         self._threads = [
             threading.Thread(
-                target=_run_tasks, args=(self._tasks, fn), name=f"{name}-{i}", daemon=True
+                target=_run_tasks, args=(self._tasks, fn, at_end), name=f"{name}-{i}", daemon=True
             )
             for i in range(threads)
         ]
@@ -81,7 +92,7 @@ class Pool:
             _join(thread)
 
 
-def _run_tasks(tasks: _Tasks, fn: Callable[..., Any]) -> None:
+def _run_tasks(tasks: _Tasks, fn: Callable[..., Any], at_end: Callable[[], None]) -> None:
     while (task := tasks.get()) is not None:
         future, args = task
         try:
@@ -89,6 +100,7 @@ def _run_tasks(tasks: _Tasks, fn: Callable[..., Any]) -> None:
         except BaseException as error:  # noqa: BLE001 - raised where the result is read
             future.set_exception(error)
         del task, future, args  # an idle thread must not hold an element
+    at_end()
 
 
 def wait_for(future: Future[Any], what: str) -> Any:
@@ -105,14 +117,6 @@ def wait_for(future: Future[Any], what: str) -> Any:
         ) from None
 
 
-class _Message(enum.Enum):
-    """Message from the reading thread to the consumer."""
-
-    ELEMENT = enum.auto()
-    END = enum.auto()
-    ERROR = enum.auto()
-
-
 @final
 class Prefetcher(Cursor):
     """Cursor that reads another one ahead in a thread, up to `size` prepared elements (0: no thread).
@@ -121,11 +125,6 @@ class Prefetcher(Cursor):
     draws from torch's global generator when it begins (a DataLoader's sampler) then does so at a moment that
     does not depend on threads. With `worthwhile_s` the thread starts only if reading takes at least that
     long: handing over a cheaper element costs more than making it.
-
-    The threads exchange messages through two queues (C code, about 1 µs a message; conditions cost 10):
-    `_messages` has one item per element in `_ready`, and one for the end; `_space` has one item per free
-    place. `_reading` is held while an element moves from the child to `_ready`, so that `state` finds each
-    element in exactly one of them.
     """
 
     KEPT = ("ended",)
@@ -146,51 +145,41 @@ class Prefetcher(Cursor):
         self._name = name
         self._prepare = prepare or (lambda element: element)
         self._worthwhile_s = worthwhile_s
-        self._limit_s = config.input_timeout_s()
         self._reads_s: deque[float] = deque(maxlen=_LOOK_BACK)
-        self._ready: deque[tuple[Any, Any]] = deque()  # (element, prepared element)
-        self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._space: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._reading = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-        self._error: BaseException | None = None
+        self._pool: Pool | None = None
+        # Elements read ahead, each with the prepared one. The consumer asks for every read, so that no element is
+        # read while it takes the position.
+        self._ready: deque[Future[Any]] = deque()
 
     def next(self) -> Any:
-        if self._thread is None:
-            return self._next_without_thread()
-        try:
-            message = self._messages.get(timeout=self._limit_s)
-        except queue.Empty:
-            raise InputTimeout(
-                f"input thread {self._name!r} delivered nothing for {self._limit_s:g} s. "
-                "Set STRATAGEM_INPUT_TIMEOUT_S to wait longer."
-            ) from None
-        if message is _Message.ELEMENT:
-            _, prepared = self._ready.popleft()
-            self._space.put(None)
-            return prepared
-        self._messages.put(message)  # for the next call
-        if self._error is not None:
-            raise self._error
-        return END
-
-    def _next_without_thread(self) -> Any:
         if self._ready:
-            _, prepared = self._ready.popleft()
-        elif self._ended:
-            return END
-        else:
+            found = self._wait_for(self._ready[0])
+            self._ready.popleft()
+        elif self._pool is None:
             began = time.perf_counter()
-            element = self._child.next()
-            if element is END:
-                self._ended = True
-                return END
-            prepared = self._prepare(element)
+            found = self._read()
             self._reads_s.append(time.perf_counter() - began)
-        if self._size and not self._ended and not self._stopped and self._thread_pays():
-            self._start()
-        return prepared
+        else:
+            return END
+        if found is END:
+            self._ready.clear()
+            return END
+        if self._pool is None and self._size and not self._ended and self._thread_pays():
+            self._pool = Pool(self._read, 1, self._name, at_end=self._child.close)
+        while self._pool is not None and len(self._ready) < self._size:
+            self._ready.append(self._pool.submit())
+        return found[1]
+
+    def _read(self) -> Any:
+        """Return the next element and the prepared one, or `END`."""
+        element = END if self._ended else self._child.next()
+        if element is END:
+            self._ended = True
+            return END
+        return element, self._prepare(element)
+
+    def _wait_for(self, future: Future[Any]) -> Any:
+        return wait_for(future, f"input thread {self._name!r}")
 
     def _thread_pays(self) -> bool:
         """Return whether reads are slow. A single slow read may be a new epoch or a busy machine."""
@@ -201,70 +190,31 @@ class Prefetcher(Cursor):
             return True
         return len(reads_s) == _LOOK_BACK and min(reads_s) >= self._worthwhile_s
 
-    def _start(self) -> None:
-        for _ in self._ready:  # from a restored position
-            self._messages.put(_Message.ELEMENT)
-        for _ in range(self._size - len(self._ready)):
-            self._space.put(None)
-        self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            while self._wait_for_space() and self._read_one():
-                pass
-        except BaseException as error:  # noqa: BLE001 - raised in the consumer
-            self._error = error
-            self._messages.put(_Message.ERROR)
-        finally:
-            self._child.close()
-
-    def _wait_for_space(self) -> bool:
-        while not self._stopped:
-            with contextlib.suppress(queue.Empty):
-                self._space.get(timeout=_IDLE_S)
-                return not self._stopped
-        return False
-
-    def _read_one(self) -> bool:
-        with self._reading:
-            element = self._child.next()
-            if element is END:
-                self._ended = True
-                self._messages.put(_Message.END)
-                return False
-            self._ready.append((element, self._prepare(element)))
-            self._messages.put(_Message.ELEMENT)
-        return True
-
     @override
     def state(self) -> State:
         """Return the position after the last delivered element; elements read ahead are part of it."""
-        if not self._reading.acquire(timeout=self._limit_s):
-            raise InputTimeout(
-                f"input thread {self._name!r} has been reading one element for {self._limit_s:g} s, "
-                "so its position is not known. Set STRATAGEM_INPUT_TIMEOUT_S to wait longer."
-            )
         try:
-            if self._error is not None:
-                raise DataError(
-                    f"input thread {self._name!r} failed, so there is no position to save"
-                ) from self._error
-            return {**super().state(), "ready": [element for element, _ in self._ready]}
-        finally:
-            self._reading.release()
+            found = [self._wait_for(future) for future in self._ready]
+        except InputTimeout:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"input thread {self._name!r} failed, so there is no position to save"
+            ) from error
+        return {**super().state(), "ready": [each[0] for each in found if each is not END]}
 
     @override
     def restore(self, state: State) -> None:
         super().restore(state)
-        self._ready.extend((element, self._prepare(element)) for element in state["ready"])
+        for element in state["ready"]:
+            future: Future[Any] = Future()
+            future.set_result((element, self._prepare(element)))
+            self._ready.append(future)
 
     @override
     def close(self) -> None:
-        self._stopped = True
-        self._space.put(None)
-        if self._thread is None:
+        if self._pool is None:
             self._child.close()
         else:
-            _join(self._thread)
+            self._pool.close()  # its thread closes the child
         self._ready.clear()

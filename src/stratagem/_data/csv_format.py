@@ -16,7 +16,13 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from stratagem._data.arrow_columns import ColumnPlan, ColumnSelection, arrow_type, pyarrow
+from stratagem._data.arrow_columns import (
+    ColumnPlan,
+    ColumnSelection,
+    arrow_type,
+    column_error,
+    pyarrow,
+)
 from stratagem._data.row_ranges import ColumnFile, RowRange, reading
 from stratagem.errors import ColumnError
 
@@ -187,10 +193,7 @@ class CsvColumns(ColumnFile):
                     self._parse(
                         data, {name: arrow.string()}, block
                     )  # raises if the lines are broken
-                    raise ColumnError(
-                        f"column {name!r} of file {self.path!r} has a value that is not {kind}: {error}. Give "
-                        f"dtypes={{{name!r}: …}} for another type, or repair the file.",
-                        path=self.path,
-                        column=name,
-                    ) from error
+                    problem = f"has a value that is not {kind}: {error}"
+                    advice = f"Give dtypes={{{name!r}: …}} for another type, or repair the file."
+                    raise column_error(name, self.path, f"{problem}. {advice}") from error
             raise

@@ -16,10 +16,9 @@ from typing_extensions import override
 from stratagem._data import nests
 from stratagem._data.cursor import END, Cursor, CursorContext, Skipped
 from stratagem._data.node import Node
-from stratagem._data.readers import Bad, LineReader, Reader
+from stratagem._data.readers import Bad, LineReader, Reader, TFRecordReader
 from stratagem._data.row_numbers import IndexedSource
 from stratagem._data.sources import Closable
-from stratagem._data.tfrecord_files import TFRecordReader
 from stratagem.errors import CorruptRecord, MissingFile
 
 OnError = Literal["raise", "skip"]

@@ -18,9 +18,8 @@ from typing_extensions import override
 from stratagem._data import example_proto
 from stratagem._data.arrow_columns import ColumnPlan, ColumnSelection, pyarrow
 from stratagem._data.example_proto import PADDING, BadExample
-from stratagem._data.readers import Bad
+from stratagem._data.readers import Bad, TFRecordReader
 from stratagem._data.row_ranges import ColumnFile, RowRange
-from stratagem._data.tfrecord_files import TFRecordReader
 from stratagem.errors import CorruptRecord
 
 # Read and decoded at a time: NumPy's cost per call is spread over 10,000 records.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stratagem._core.context import set_strategy as experimental_set_strategy
 from stratagem.compat.inert_options import ClusterDeviceFilters as ClusterDeviceFilters
 from stratagem.compat.inert_options import (
     CommunicationImplementation as CommunicationImplementation,
@@ -24,7 +25,6 @@ from stratagem.compat.inert_options import RunOptions as RunOptions
 from stratagem.compat.inert_options import function as function
 
 if TYPE_CHECKING:
-    from stratagem._strategies.base import Strategy
     from stratagem.compat import experimental as experimental
     from stratagem.compat import v1 as v1
     from stratagem.compat.extended import StrategyExtended as StrategyExtended
@@ -40,22 +40,6 @@ __all__ = [
     "function",
     "v1",
 ]
-
-
-def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Call `stratagem.set_strategy`, by its older name.
-
-    Example:
-        >>> import stratagem as sg
-        >>> strategy = sg.OneDeviceStrategy("cpu:0")
-        >>> sg.compat.experimental_set_strategy(strategy)
-        >>> sg.get_strategy() is strategy
-        True
-        >>> sg.compat.experimental_set_strategy(None)
-    """
-    from stratagem._core import context
-
-    context.set_strategy(strategy)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stratagem._ps.partition import ShardLayout
+from stratagem._ps.row_kernels import kernels
 from stratagem._ps.worker.joined_gradients import JoinLayout, RawTable, join
 
 # Shards of four tables: (server, rows) each.
@@ -34,6 +35,9 @@ def tables_of(layouts, seed):
         table = SimpleNamespace(gradient=SimpleNamespace(sparse=True))
         tables.append(RawTable(table, remote, pieces))
     return tables
+
+
+pytestmark = pytest.mark.skipif(kernels is None, reason="needs the C kernels")
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -14,7 +14,6 @@ from stratagem._ps.row_kernels import TableShards
 from stratagem._ps.server import kept_rows, row_step
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.types import Gradient, GroupSpec
-from stratagem._ps.worker import joined_gradients
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = [
@@ -96,10 +95,6 @@ def test_rows_are_summed_in_the_order_of_index_add(built, width, monkeypatch):
     expected = torch.zeros(found.unique.numel(), width).index_add_(0, found.places, values)
     monkeypatch.setattr(rows, "kernels", built)
     assert torch.equal(rows.sum_rows(values, found), expected)
-    cuts = [0, 17, 17, found.unique.numel()]
-    parts = [torch.empty(b - a, width) for a, b in itertools.pairwise(cuts)]
-    rows.sum_rows_into(values, found, cuts, parts)
-    assert torch.equal(torch.cat(parts), expected)
 
 
 @pytest.mark.parametrize(
@@ -143,23 +138,21 @@ def test_rows_of_joined_tables_are_summed_as_by_numpy(built, count, edges, width
     numbers[count // 2 :] = numbers[: count - count // 2].flip(0)  # some twice
     values = torch.randn(count, width, generator=random)
     parts = len(edges) - 1
-    found = []
-    for kernels in (built, None):
-        monkeypatch.setattr(joined_gradients, "kernels", kernels)
-        monkeypatch.setattr(rows, "kernels", kernels)
-        summed = joined_gradients._SummedRows(values, numbers, torch.tensor(edges))
-        written = []
-        for begin, end in [(0, 1), (1, parts), (0, parts)] if parts > 1 else [(0, 1)]:
-            size = sum(summed.sizes[begin:end])
-            to, ids = torch.empty(size, width), torch.empty(size, dtype=torch.int64)
-            summed.write(begin, end, to, ids)
-            written += [to, ids]
-        found.append((summed, written))
-    (first, one), (second, other) = found
-    assert first._grouped is not None
-    assert second._grouped is None
-    assert first.sizes == second.sizes
-    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    monkeypatch.setattr(rows, "kernels", None)
+    found = rows.sort_ids(numbers)
+    expected, bounds = rows.sum_rows(values, found), torch.tensor(edges)
+    ends = torch.searchsorted(found.unique, bounds).tolist()
+    grouped = built.group(numbers, bounds)
+    assert grouped is not None
+    assert grouped.bounds[1].tolist() == [end - start for start, end in itertools.pairwise(ends)]
+    for begin, end in [(0, 1), (1, parts), (0, parts)] if parts > 1 else [(0, 1)]:
+        first, last = ends[begin], ends[end]
+        to, ids = torch.empty(last - first, width), torch.empty(last - first, dtype=torch.int64)
+        built.sum_groups(values, grouped, begin, end, to, ids)
+        unique = found.unique[first:last]
+        starts = bounds[torch.searchsorted(bounds, unique, right=True) - 1]
+        assert torch.equal(to, expected[first:last])
+        assert torch.equal(ids, unique - starts)
 
 
 @pytest.mark.parametrize("bad", [-1, 9, 2**62])

@@ -214,19 +214,6 @@ def sum_rows(values: Tensor, found: SortedIds) -> Tensor:
     return total.index_add_(0, found.places.reshape(-1), plain)
 
 
-def sum_rows_into(
-    values: Tensor, found: SortedIds, cuts: Sequence[int], out: Sequence[Tensor]
-) -> None:
-    """Write the rows of `sum_rows` to several tensors: to each those between two of `cuts`."""
-    if kernels is not None and is_plain(values, *out):
-        for begin, end, rows in zip(cuts, cuts[1:], out, strict=False):
-            kernels.sum(values, found.order, found.starts, begin, end, rows)
-        return
-    summed = sum_rows(values, found)
-    for begin, end, rows in zip(cuts, cuts[1:], out, strict=False):
-        rows.copy_(summed[begin:end])
-
-
 def _sums_fast(rows: Tensor, ids: Tensor) -> bool:
     return (
         rows.dtype == torch.float32

@@ -230,18 +230,24 @@ class DenseParameter(LocalValue):
             self.remote.client.outbox.buffers.free_slot(self._slot)
         self._slot = None
 
-    def gradients(self) -> Iterator[tuple[int, Gradient | SlotGradient]]:
-        """Yield each server's part of the leaf's gradient."""
-        grad, places = self.leaf.grad, self.remote.places
-        assert grad is not None
+    def gradients(self, *, in_slot: bool) -> Iterator[tuple[int, Gradient | SlotGradient]]:
+        """Yield each server's part of the leaf's gradient; `in_slot`: its content is in the slot."""
+        grad, slot, places = (
+            self.leaf.grad,
+            self.slot() if in_slot else self._slot,
+            self.remote.places,
+        )
+        if grad is None:
+            return
         if grad.is_sparse:
             grad = grad.coalesce()
-            yield from row_gradients(self.remote, grad.indices()[0], grad.values(), sparse=True)
-        elif isinstance(self._slot, GradientSlot) and self._slot.holds(grad):
-            yield places[0].server, SlotGradient(places[0].variable, self._slot)
+            yield from gradient_parts(self.remote, grad.values(), grad.indices()[0], sparse=True)
+        elif slot is not None and (
+            in_slot or (isinstance(slot, GradientSlot) and slot.holds(grad))
+        ):
+            yield places[0].server, SlotGradient(places[0].variable, slot)
         else:
-            for place, part in zip(places, self.remote.cut(grad), strict=True):
-                yield place.server, Gradient(variable=place.variable, values=part)
+            yield from gradient_parts(self.remote, grad)
 
 
 def written_among(parameters: Iterable[DenseParameter]) -> list[DenseParameter]:
@@ -256,12 +262,24 @@ def written_among(parameters: Iterable[DenseParameter]) -> list[DenseParameter]:
     ]
 
 
-def row_gradients(
-    remote: RemoteVariable, ids: Tensor, values: Tensor, *, sparse: bool
+def gradient_parts(
+    remote: RemoteVariable,
+    values: Tensor | None,
+    ids: Tensor | None = None,
+    *,
+    sparse: bool = False,
 ) -> Iterator[tuple[int, Gradient]]:
-    """Yield sorted unique rows, divided among the shards."""
-    cuts = remote.layout.cut_sorted(ids)
+    """Yield each server's part of a gradient: of a whole one (`ids` None), or of sorted unique rows.
+
+    Shards without a row get an empty gradient: their optimizer's step count and moments move too.
+    """
+    assert values is not None
+    if ids is None:
+        for place, part in zip(remote.places, remote.cut(values), strict=True):
+            yield place.server, Gradient(variable=place.variable, values=part)
+        return
     clocks = remote.keys.take_clocks()
+    cuts = remote.layout.cut_sorted(ids)
     for index, (place, offset, (begin, end)) in enumerate(
         zip(remote.places, remote.layout.offsets, cuts, strict=True)
     ):

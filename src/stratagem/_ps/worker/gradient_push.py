@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -17,7 +17,7 @@ from stratagem._ps.client.write_batch import ServerPart, SlotGradient, WriteBatc
 from stratagem._ps.optimizer_settings import Settings, is_known_class
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.types import Gradient, JoinedGradient
-from stratagem._ps.worker.dense_parameter import DenseParameter, row_gradients
+from stratagem._ps.worker.dense_parameter import DenseParameter, gradient_parts
 from stratagem._ps.worker.joined_gradients import JoinLayout, RawTable, join
 from stratagem._wire.messages import Push
 from stratagem.errors import ForeignParameterError, UnsupportedOptimizer
@@ -116,16 +116,16 @@ class StepBuilder:
             first(batch)
         by_server: dict[int, list[Gradient | SlotGradient]] = {}
         is_known = is_known_class(type(optimizer))
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._held or not is_known:  # another class may count steps: every server makes each
-            for server in self._servers(optimizer):
-                by_server[server] = []
-        joined = {} if not is_known else self._joined(optimizer, batch, touched)
+            for remote in filter(None, map(self._remote_of, parameters)):
+                by_server.update({place.server: [] for place in remote.places})
+        joined = {} if not is_known else self._joined(parameters, batch, touched)
         done = {id(remote) for remote in touched}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                remote = self._add(parameter, by_server, done, in_slots=key is not None)
-                if remote is not None:
-                    touched.append(remote)
+        for parameter in parameters:
+            sent = self._add(parameter, by_server, done, in_slots=key is not None)
+            if sent is not None:
+                touched.append(sent)
         for server in {**by_server, **joined}:
             gradients = by_server.get(server, ())
             batch.push(
@@ -150,41 +150,34 @@ class StepBuilder:
             del kept[_KEPT_BATCHES:]
         return step
 
+    def _remote_of(self, parameter: Any) -> RemoteVariable | None:
+        dense, table = self._dense.get(id(parameter)), self._tables.get(id(parameter))
+        return dense.remote if dense is not None else None if table is None else table[1]
+
     def _joined(
-        self, optimizer: Optimizer, batch: WriteBatch, touched: list[RemoteVariable]
+        self, parameters: Sequence[Any], batch: WriteBatch, touched: list[RemoteVariable]
     ) -> dict[int, list[JoinedGradient]]:
         """Return the gradients of tables that travel together, by server; add their variables to `touched`."""
         by_kind: dict[Any, list[RawTable]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                known = self._tables.get(id(parameter))
-                if known is None or known[1].keys.clocks:
-                    continue
-                pieces = known[0].gradient.pieces()
-                if pieces is not None:
-                    kind = (known[1].shape[1:], known[1].dtype, known[0].gradient.sparse)
-                    by_kind.setdefault(kind, []).append(RawTable(*known, pieces))
+        for parameter in parameters:
+            known = self._tables.get(id(parameter))
+            if known is None or known[1].keys.clocks:
+                continue
+            pieces = known[0].gradient.pieces()
+            if pieces is not None:
+                kind = (known[1].shape[1:], known[1].dtype, known[0].gradient.sparse)
+                by_kind.setdefault(kind, []).append(RawTable(*known, pieces))
         found: dict[int, list[JoinedGradient]] = {}
         for tables in by_kind.values():
-            key = tuple(id(one.remote) for one in tables)
+            remotes = [one.remote for one in tables]
+            key = tuple(map(id, remotes))
             layout = self._layouts.get(key)
             if layout is None:
-                layout = self._layouts[key] = JoinLayout([one.remote for one in tables])
-            for server, gradient in join(tables, layout, batch.reserve):
+                layout = self._layouts[key] = JoinLayout(remotes)
+            joined = join(tables, layout, batch.reserve)
+            for server, gradient in joined or ():
                 found.setdefault(server, []).append(gradient)
-            touched.extend(one.remote for one in tables)
-        return found
-
-    def _servers(self, optimizer: Optimizer) -> set[int]:
-        """Return the servers that hold any of the optimizer's parameters."""
-        found: set[int] = set()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                dense, table = self._dense.get(id(parameter)), self._tables.get(id(parameter))
-                if dense is not None:
-                    found.update(place.server for place in dense.remote.places)
-                elif table is not None:
-                    found.update(place.server for place in table[1].places)
+            touched += remotes if joined else ()
         return found
 
     def _bring_into_slots(self, number: int, optimizer: Optimizer) -> list[int] | None:
@@ -234,34 +227,27 @@ class StepBuilder:
         *,
         in_slots: bool,
     ) -> RemoteVariable | None:
-        dense = self._dense.get(id(parameter))
-        pieces: Iterator[tuple[int, Gradient | SlotGradient]]
+        dense, known = self._dense.get(id(parameter)), self._tables.get(id(parameter))
         if dense is not None:
-            if parameter.grad is None:
-                return None
-            remote = dense.remote
-            if in_slots:
-                slot, place = dense.slot(), remote.places[0]
-                assert slot is not None
-                by_server.setdefault(place.server, []).append(SlotGradient(place.variable, slot))
-                return remote
-            pieces = dense.gradients()
+            remote, grad = dense.remote, dense.leaf.grad
+            pieces = dense.gradients(in_slot=in_slots)
+        elif known is not None:
+            (table, remote), grad = known, None
+            if id(remote) not in done:
+                grad, gradient = table.gradient.value(), table.gradient
+                pieces = gradient_parts(remote, grad, gradient.ids(), sparse=gradient.sparse)
+        elif parameter.grad is None:
+            return None
         else:
-            known = self._tables.get(id(parameter))
-            if known is None:
-                if parameter.grad is None:
-                    return None
-                raise ForeignParameterError(
-                    f"a parameter of shape {tuple(parameter.shape)} that is on no parameter server "
-                    "got a gradient inside a scheduled function: its update would be lost with "
-                    "the function. Create the module inside `with strategy.scope():`."
-                )
-            table, remote = known
-            if id(remote) in done or table.gradient.value() is None:
-                return None
-            pieces = table_gradients(table, remote)
-        for server, gradient in pieces:
-            by_server.setdefault(server, []).append(gradient)
+            raise ForeignParameterError(
+                f"a parameter of shape {tuple(parameter.shape)} that is on no parameter server "
+                "got a gradient inside a scheduled function: its update would be lost with "
+                "the function. Create the module inside `with strategy.scope():`."
+            )
+        if grad is None:
+            return None
+        for server, piece in pieces:
+            by_server.setdefault(server, []).append(piece)
         return remote
 
 
@@ -280,19 +266,3 @@ def _one_for_each_server(touched: Sequence[RemoteVariable]) -> list[RemoteVariab
 def _pushes(parts: Sequence[ServerPart]) -> int:
     """Return how many messages to one server hold gradients."""
     return sum(any(isinstance(one, Push) for one in part.operations) for part in parts)
-
-
-def table_gradients(
-    table: TableParameter, remote: RemoteVariable
-) -> Iterator[tuple[int, Gradient]]:
-    """Yield each server's part of a table's gradient.
-
-    Shards without a row get an empty gradient: their optimizer's step count and moments move too.
-    """
-    ids, values = table.gradient.ids(), table.gradient.value()
-    assert values is not None
-    if ids is not None:
-        yield from row_gradients(remote, ids, values, sparse=table.gradient.sparse)
-        return
-    for place, part in zip(remote.places, remote.cut(values), strict=True):
-        yield place.server, Gradient(variable=place.variable, values=part)

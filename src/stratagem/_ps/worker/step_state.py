@@ -10,9 +10,9 @@ class that asks for such state gets an error.
 
 from __future__ import annotations
 
-import types
+import weakref
 from collections import defaultdict
-from typing import Any, Final, NoReturn, final
+from typing import Any, NoReturn, final
 
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,20 +34,16 @@ def _refuse_to_keep(owner: str, what: str) -> NoReturn:
 class _ParameterState(dict[str, Any]):
     """State of one parameter: what the function has put there. Other keys are asked for in vain, and refused."""
 
-    __slots__ = ("_owner",)
-
     def __init__(self, owner: str) -> None:
         super().__init__()
         self._owner = owner
 
-    def __missing__(self, key: str) -> NoReturn:
+    def __missing__(self, key: object) -> NoReturn:
         _refuse_to_keep(self._owner, f"state[parameter][{key!r}]")
 
     @override
     def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, key) or _refuse_to_keep(
-            self._owner, f"state[parameter][{key!r}]"
-        )
+        return dict.__contains__(self, key) or self.__missing__(key)
 
     @override
     def get(self, key: str, default: Any = None, /) -> Any:
@@ -63,58 +59,43 @@ class _ParameterState(dict[str, Any]):
 
 
 @final
-class StepState(defaultdict[Any, Any]):
-    """``optimizer.state`` of an optimizer whose code runs on a worker; empty at the start of every function."""
-
-    def __init__(self, owner: str) -> None:
-        super().__init__(lambda: _ParameterState(owner))
-
-
-@final
 class WrapperStates:
     """The optimizers around others of one worker, and what they keep."""
 
     def __init__(self) -> None:
-        self._states: list[StepState] = []
-        self._wrappers: list[tuple[Optimizer, dict[str, Any], bytes]] = []
+        self._with_state: list[Optimizer] = []  # for one function
+        self._attributes: dict[Optimizer, tuple[dict[str, Any], bytes]] = {}  # with their digest
 
     def add(self, wrapper: Optimizer, inner: Optimizer, attributes: dict[str, Any]) -> None:
         """Give a wrapper its attributes, and both optimizers a state that lasts for one function."""
-        vars(wrapper).update(attributes)
+        owner = type(wrapper).__name__
         for one in (wrapper, inner):
-            one.state = StepState(type(wrapper).__name__)
-            self._states.append(one.state)
+            one.state = defaultdict(lambda: _ParameterState(owner))
+            self._with_state.append(one)
         self.set(wrapper, attributes)
 
     def set(self, wrapper: Optimizer, attributes: dict[str, Any]) -> None:
         """Take over attributes of the coordinator's object."""
-        known = {
-            name: value
-            for one, held, _ in self._wrappers
-            if one is wrapper
-            for name, value in held.items()
-        }
-        self._wrappers = [each for each in self._wrappers if each[0] is not wrapper]
         vars(wrapper).update(attributes)
-        held = known | attributes
-        self._wrappers.append((wrapper, held, _digest(held)))
+        held = self._attributes.get(wrapper, ({}, b""))[0] | attributes
+        self._attributes[wrapper] = held, _digest(held)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Release an optimizer."""
-        self._wrappers = [each for each in self._wrappers if each[0] is not optimizer]
-        self._states = [each for each in self._states if each is not optimizer.state]
+        self._attributes.pop(optimizer, None)
+        self._with_state = [one for one in self._with_state if one is not optimizer]
 
     def begin(self) -> None:
         """Begin a function."""
-        for state in self._states:
-            state.clear()
+        for one in self._with_state:
+            one.state.clear()
 
     def check(self) -> None:
         """Raise at the function's end if a wrapper changed an attribute, such as a counter of steps."""
-        for wrapper, attributes, before in self._wrappers:
+        for wrapper, (attributes, before) in self._attributes.items():
             held = vars(wrapper)
             if attributes and _digest({name: held.get(name) for name in attributes}) != before:
-                vars(wrapper).update(attributes)
+                held.update(attributes)
                 _refuse_to_keep(type(wrapper).__name__, "values in its attributes")
 
 
@@ -123,13 +104,6 @@ def _digest(attributes: dict[str, Any]) -> bytes:
         return ("optimizer", id(obj)) if isinstance(obj, Optimizer) else None
 
     return codec.digest(attributes, describe)[0] if attributes else b""
-
-
-_METHODS: Final = ("add_param_group", "load_state_dict", "state_dict")
-_READS_AND_WRITES: Final = (
-    "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__", "clear", "get", "items", "keys",
-    "pop", "popitem", "setdefault", "update", "values",
-)  # fmt: skip
 
 
 @final
@@ -142,21 +116,15 @@ class StateOnServers(CentralState):
         _refuse(self._optimizer(), "state")
 
 
-for _name in _READS_AND_WRITES:
+for _name in vars(dict).keys() - vars(object).keys() - {"__class_getitem__"}:
     setattr(StateOnServers, _name, StateOnServers._refuse)
 
 
 def refuse_changes(optimizer: Optimizer) -> None:
     """Let an optimizer of a worker refuse other groups and a whole state."""
-    for name in _METHODS:
-        vars(optimizer)[name] = types.MethodType(_refusing(name), optimizer)
-
-
-def _refusing(name: str) -> Any:
-    def method(self: Optimizer, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self, f"{name}()")
-
-    return method
+    reference = weakref.ref(optimizer)
+    for name in ("add_param_group", "load_state_dict", "state_dict"):
+        vars(optimizer)[name] = lambda *_, what=f"{name}()", **__: _refuse(reference(), what)
 
 
 def _refuse(optimizer: Optimizer | None, what: str) -> NoReturn:

@@ -115,28 +115,21 @@ class NewBuffers:
             function's own.
     """
 
-    __slots__ = ("_noted", "is_view")
-
     def __init__(self) -> None:
-        self.is_view: Callable[[nn.Module], bool] = _is_no_view
+        self.is_view: Callable[[nn.Module], bool] = lambda module: False
         self._noted: list[tuple[nn.Module, str]] = []
 
     def note(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """Note a buffer that a function registers, or a tensor for a name that was registered as None."""
-        if not self.is_view(module):
-            return
         held: Any = module._buffers
-        if isinstance(held, WatchedBuffers) and held.keeps(name):
-            return  # the function itself has set it to None, or deleted it
+        if not self.is_view(module) or name in getattr(held, "kept", ()):
+            return  # of a kept one, the function itself has set it to None, or deleted it
         if name not in held:
             self._noted.append((module, name))  # whether it is persistent, torch notes after this
-            return
-        if dict.__getitem__(held, name) is None and name not in module._non_persistent_buffers_set:
-            raise ValueError(
-                f"buffer {name!r} of {type(module).__name__} is None on the coordinator and was "
-                f"given {tuple(tensor.shape)} {tensor.dtype} inside a scheduled function: it would "
-                f"stay this worker's own. {_INSTEAD}"
-            )
+        elif (
+            dict.__getitem__(held, name) is None and name not in module._non_persistent_buffers_set
+        ):
+            raise _own_buffer(module, name, tensor, "is None on the coordinator and was given")
 
     def take_back(self) -> ValueError | None:
         """Remove the function's new buffers of the state dict; return an error if there was one.
@@ -147,45 +140,34 @@ class NewBuffers:
         while self._noted:
             module, name = self._noted.pop()
             held: Any = module._buffers
-            is_own = name in module._non_persistent_buffers_set or name not in held
-            if not is_own and dict.__getitem__(held, name) is not None:
-                tensor = dict.pop(held, name)
-                found = ValueError(
-                    f"buffer {name!r} of {type(module).__name__}, {tuple(tensor.shape)} {tensor.dtype}, "
-                    "was registered inside a scheduled function: no parameter server knows it, and it "
-                    f"would stay this worker's own. {_INSTEAD}"
-                )
+            if name in module._non_persistent_buffers_set or dict.get(held, name) is None:
+                continue
+            found = _own_buffer(module, name, dict.pop(held, name), "was registered as")
         return found
 
 
-def _is_no_view(module: nn.Module) -> bool:
-    del module
-    return False
-
-
-_INSTEAD = (
-    "Give it a tensor of its shape on the coordinator before you schedule the function; or register it "
-    "with persistent=False if every worker is to have its own."
-)
+def _own_buffer(module: nn.Module, name: str, tensor: Tensor, what: str) -> ValueError:
+    return ValueError(
+        f"buffer {name!r} of {type(module).__name__} {what} a tensor {tuple(tensor.shape)} {tensor.dtype} inside a "
+        "scheduled function: no parameter server knows it, and it would stay this worker's own. Give it a tensor of its "
+        "shape on the coordinator before you schedule the function; or register it with persistent=False if every "
+        "worker is to have its own."
+    )
 
 
 class WatchedBuffers(dict[str, Any]):
-    """A module's ``_buffers`` on a worker; notices assignments to the names of buffers on servers."""
+    """A module's ``_buffers`` on a worker; notices assignments to the names of buffers on servers (`kept`)."""
 
-    __slots__ = ("_kept",)
+    __slots__ = ("kept",)
 
     def __init__(self, plain: Mapping[str, Any], kept: dict[str, WorkerBuffer]) -> None:
         super().__init__(plain)
-        self._kept = kept
-
-    def keeps(self, name: str) -> bool:
-        """Return whether the buffer of this name is on a server."""
-        return name in self._kept
+        self.kept = kept
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:
         dict.__setitem__(self, name, value)
-        kept = self._kept.get(name)
+        kept = self.kept.get(name)
         if kept is not None and value is not None:
             kept.put(value, self, name)
 

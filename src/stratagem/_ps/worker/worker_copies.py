@@ -141,24 +141,26 @@ class WorkerCopies:
         self._received_at = time.perf_counter()
 
     def _update(self, found: dict[tuple[int, int], Newer]) -> None:
-        """Take over known values, and ask for the others."""
-        remote: list[LocalValue] = []
-        for copy in self._copies:
-            if copy.remote.mapped is None:
-                if copy.is_refreshable:
-                    remote.append(copy)
-            elif copy.is_refreshable:
-                _take_mapped(copy)
-        missing = [one for one in remote if not _is_known(one, found)]
+        """Take over known values, and ask for the others; shared memory is read."""
+        copies = [one for one in self._copies if one.is_refreshable]
+        missing = [one for one in copies if one.remote.mapped is None and not _is_known(one, found)]
         try:
             if missing:
                 found.update(self._client.read_newer(_places(missing)))
         except NotFoundError:
-            missing = self._remove_deleted(missing)
-            found.update(self._client.read_newer(_places(missing)))
-            remote = [one for one in remote if one in self._copies]
-        for copy in remote:
-            _take(copy, found)
+            found.update(self._client.read_newer(_places(self._without_deleted(missing))))
+            copies = [one for one in copies if one in self._copies]
+        for copy in copies:
+            mapped = copy.remote.mapped
+            newer: Sequence[Newer] = (
+                [found[place.server, place.variable] for place in copy.remote.places]
+                if mapped is None
+                else [(one.memory, one.version) for one in mapped]
+            )
+            versions = tuple(version for _, version in newer)
+            if versions != copy.remote.seen:
+                copy.remote.seen = versions
+                copy.take([value for value, _ in newer])
 
     def reads(self) -> dict[int, list[ReadItem]]:
         """Return what to read, by server, together with a write; without very large values."""
@@ -184,7 +186,7 @@ class WorkerCopies:
         self.is_receiving = True
         return copy.parts[shard]
 
-    def _remove_deleted(self, copies: Sequence[LocalValue]) -> list[LocalValue]:
+    def _without_deleted(self, copies: Sequence[LocalValue]) -> list[LocalValue]:
         """Forget the copies whose variables the coordinator has deleted; return the others.
 
         Raises:
@@ -193,8 +195,7 @@ class WorkerCopies:
         kept = []
         for copy in copies:
             try:
-                for place in copy.remote.places:
-                    self._client.versions(place.server, (place.variable,))
+                copy.remote.versions()
                 kept.append(copy)
             except NotFoundError:
                 self._client.versions(copy.remote.places[0].server)  # raises if the session is over
@@ -219,20 +220,3 @@ def _is_known(copy: LocalValue, found: Mapping[tuple[int, int], Newer]) -> bool:
         if newer is None or (newer[0] is None and seen < 0):
             return False
     return True
-
-
-def _take(copy: LocalValue, found: Mapping[tuple[int, int], Newer]) -> None:
-    newer = [found[place.server, place.variable] for place in copy.remote.places]
-    if any(value is not None for value, _ in newer):
-        copy.take([value for value, _ in newer])
-        copy.remote.seen = tuple(version for _, version in newer)
-
-
-def _take_mapped(copy: LocalValue) -> None:
-    """Copy from shared memory if the server has written."""
-    mapped = copy.remote.mapped
-    assert mapped is not None
-    now = tuple(one.version for one in mapped)
-    if now != copy.remote.seen:
-        copy.remote.seen = now
-        copy.take([one.memory for one in mapped])

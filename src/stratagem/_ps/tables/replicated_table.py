@@ -19,7 +19,6 @@ from stratagem._core import gradients
 from stratagem._core.context import Replica
 from stratagem._core.managed import read_grad, run_record
 from stratagem._core.replicated_parameters import Leaf, ReplicatedParameter
-from stratagem._core.strategy_hooks import StrategyHooks
 from stratagem._core.torch_patches.private_api import has_hooks
 from stratagem._ps.tables.table_parameter import TableParameter
 
@@ -28,14 +27,10 @@ from stratagem._ps.tables.table_parameter import TableParameter
 class ReplicatedTable(ReplicatedParameter):
     """One table and one view of it per replica."""
 
-    __slots__ = ("_shown",)
+    __slots__ = ()
 
     has_rows = True
     central: TableParameter
-
-    def __init__(self, central: TableParameter, strategy: StrategyHooks, name: str) -> None:
-        super().__init__(central, strategy, name)
-        self._shown: weakref.ref[Tensor] | None = None  # the view's gradient that central shows
 
     @override
     def gradient_of(self, leaf: Leaf) -> Tensor | None:
@@ -51,13 +46,9 @@ class ReplicatedTable(ReplicatedParameter):
 
     @override
     def expose_gradient(self, leaf: Leaf | None, *, apart: bool = False) -> None:
-        value = None if leaf is None else _table(leaf).grad
-        if leaf is None or value is None:
+        if leaf is None:
             self.central.grad = None
-        elif (
-            apart or self._shown is None or self._shown() is not value or self.central.grad is None
-        ):
-            self._shown = None if apart else weakref.ref(value)
+        else:
             self.central.gradient.take_over(_table(leaf).gradient, copy=apart)
 
     @override

@@ -11,7 +11,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from typing_extensions import override
 from stratagem import metrics
 from stratagem._core.torch_patches.private_api import own_memory
 from stratagem._ps.rows import SortedIds, sort_ids, sum_rows
-from stratagem._ps.tables.table_gradient import TableGradient
+from stratagem._ps.tables.table_gradient import GradientPiece, TableGradient
 
 
 class RowSource(Protocol):
@@ -41,14 +41,6 @@ class RowSource(Protocol):
 
     def update_rows(self, ids: Tensor, values: Tensor) -> None:
         """Overwrite rows (a lookup with ``max_norm`` shortens them, as in plain PyTorch)."""
-
-
-class GradientPiece(NamedTuple):
-    """A part of a gradient: ids of rows (None: all rows), their values, and whether ids may repeat and are not sorted."""
-
-    ids: Tensor | None
-    values: Tensor
-    repeats: bool = False
 
 
 class RowGradient:
@@ -146,9 +138,9 @@ class RowGradient:
             return None
         return None if any(values.requires_grad for _, values in found) else found
 
-    def mark(self) -> tuple[Any, ...]:
+    def mark(self) -> Sequence[tuple[Tensor, int]]:
         """Return the tensors of the gradient, and their versions: others after every change."""
-        return tuple(part for _, one, _ in self._pieces for part in (one, one._version))
+        return [(one.values, one.values._version) for one in self._pieces]
 
     def ids(self) -> Tensor | None:
         """Return the ids of the rows in `value`; None if it is the whole table's or None."""
@@ -165,14 +157,9 @@ class RowGradient:
         piece = self._merge()
         if piece is None or piece.ids is None:
             return None if piece is None else piece.values
-        if self._shown is None or self._shown.rows is not piece.values:
-            self._shown = TableGradient.over(piece.ids, piece.values, self._source.shape, self)
+        if self._shown is None or self._shown.piece is not piece:
+            self._shown = TableGradient.over(piece, self._source.shape)
         return self._shown
-
-    def become_whole(self, rows: Tensor, whole: Tensor) -> None:
-        """Hold all rows instead of these."""
-        if self._pieces and self._pieces[0].values.data_ptr() == rows.data_ptr():
-            self._pieces[0] = GradientPiece(None, whole)
 
     def replace(self, value: Tensor | None) -> None:
         """Set the gradient: None, one of a `TableGradient`, a sparse or a whole one. Later backward passes add to it."""
@@ -185,7 +172,7 @@ class RowGradient:
                 f"{self._source.name!r}: expected its shape {self._source.shape!r}."
             )
         if isinstance(value, TableGradient):
-            self._pieces = [GradientPiece(value.ids, value.rows)]
+            self._pieces = [value.piece]
         elif value.is_sparse:
             value = value.coalesce()
             self._pieces = [GradientPiece(value.indices()[0], value.values())]

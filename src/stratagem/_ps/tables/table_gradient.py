@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor
@@ -19,10 +20,6 @@ from typing_extensions import override
 from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._wire.data_values import make_tensor
-
-if TYPE_CHECKING:
-    from stratagem._ps.tables.row_gradient import RowGradient
-
 
 ABOUT_THE_TENSOR: Final = frozenset(
     [
@@ -53,44 +50,43 @@ ABOUT_THE_TENSOR: Final = frozenset(
 """Functions that need no values."""
 
 
-@final
-class TableGradient(Tensor):
-    """The gradient of a table; see the module.
+@dataclass(slots=True, eq=False)
+class GradientPiece:
+    """A part of a gradient.
 
     Attributes:
-        ids: ids of the rows; None if all rows are held.
-        rows: the rows, or all rows.
-        source: the table's gradient, if `rows` are its memory.
+        ids: of its rows; None: it has all rows.
+        values: the rows.
+        repeats: whether ids may repeat and are not sorted.
     """
 
     ids: Tensor | None
-    rows: Tensor
-    source: RowGradient | None
+    values: Tensor
+    repeats: bool = False
+
+
+@final
+class TableGradient(Tensor):
+    """The gradient of a table; see the module. `piece` has its rows; the table's gradient may have the same piece."""
+
+    piece: GradientPiece
 
     @classmethod
-    def over(
-        cls, ids: Tensor, rows: Tensor, shape: Sequence[int], source: RowGradient | None = None
-    ) -> TableGradient:
+    def over(cls, piece: GradientPiece, shape: Sequence[int]) -> TableGradient:
         """Return the gradient of a table of this shape with these rows."""
         # One element of memory: code that bypasses `__torch_function__` reads NaN, and torch refuses its writes.
-        stand_in = torch.full((1,), torch.nan, dtype=rows.dtype).expand(tuple(shape))
+        stand_in = torch.full((1,), torch.nan, dtype=piece.values.dtype).expand(tuple(shape))
         with private_api.WithoutSubclasses():
-            made: TableGradient = Tensor._make_subclass(cls, stand_in, rows.requires_grad)
-        made.ids, made.rows, made.source = ids, rows, source
+            made: TableGradient = Tensor._make_subclass(cls, stand_in, piece.values.requires_grad)
+        made.piece = piece
         return made
 
     def whole(self) -> Tensor:
         """Return all rows; the caller must not write to them."""
-        if self.ids is None:
-            return self.rows
-        return self.rows.new_zeros(_shape_of(self)).index_add(0, self.ids, self.rows)
-
-    def become_whole(self, whole: Tensor) -> None:
-        """Hold all rows from now on, as the table's gradient does."""
-        if self.ids is not None:
-            before, self.rows, self.ids = self.rows, whole, None
-            if self.source is not None:
-                self.source.become_whole(before, whole)
+        ids, values = self.piece.ids, self.piece.values
+        return (
+            values if ids is None else values.new_zeros(_shape_of(self)).index_add(0, ids, values)
+        )
 
     @override
     @classmethod
@@ -101,7 +97,7 @@ class TableGradient(Tensor):
     # Tensor's own method has another signature in its stub.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
-        held = "all" if self.ids is None else self.ids.numel()
+        held = "all" if self.piece.ids is None else self.piece.ids.numel()
         return f"<TableGradient {_shape_of(self)}, {held} rows>"
 
     @override
@@ -176,11 +172,12 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in ABOUT_THE_TENSOR or func in _ABOUT_MEMORY:
         with private_api.WithoutSubclasses():
             return func(*args, **kwargs)
-    if func in _SAME_MEMORY:
-        return _same_memory(cast("TableGradient", first))
+    if func in _SAME_MEMORY and not args[0].piece.values.requires_grad:
+        return first
     if _adds_rows(func, args, kwargs):
         alpha = _SIGNS[func.__name__] * kwargs.get("alpha", 1)
-        return cast("Tensor", first).index_add_(0, args[1].ids, args[1].rows, alpha=alpha)
+        piece = args[1].piece
+        return cast("Tensor", first).index_add_(0, piece.ids, piece.values, alpha=alpha)
     rule = _ROWS_SUFFICE.get(func)
     if rule is not None and _are_gradients(first) and rule(*args[1:], **kwargs):
         return _on_rows(func, first, args[1:], kwargs)
@@ -200,7 +197,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*map(with_all_rows, args), **given)
     for gradient, whole, version in wholes:
         if private_api.version_of(whole) != version or _may_share(result, whole):
-            gradient.become_whole(whole)
+            gradient.piece.ids, gradient.piece.values = None, whole
     return result
 
 
@@ -225,10 +222,10 @@ def _adds_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     total, change = args
     return (
         isinstance(change, TableGradient)
-        and change.ids is not None
+        and change.piece.ids is not None
         and type(total) is Tensor
         and total.shape == change.shape
-        and total.dtype is change.rows.dtype
+        and total.dtype is change.piece.values.dtype
     )
 
 
@@ -236,24 +233,17 @@ def _are_gradients(first: Any) -> bool:
     return isinstance(first, (TableGradient, list, tuple))
 
 
-def _same_memory(gradient: TableGradient) -> TableGradient:
-    """Return the gradient without its graph."""
-    if gradient.ids is None or not gradient.rows.requires_grad:
-        return gradient
-    rows = gradient.rows.detach()
-    return TableGradient.over(gradient.ids, rows, _shape_of(gradient), gradient.source)
-
-
 def _on_rows(func: Any, first: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(first, TableGradient):
-        held = [one.rows if isinstance(one, TableGradient) else one for one in first]
+        held = [one.piece.values if isinstance(one, TableGradient) else one for one in first]
         return func(held, *others, **kwargs)
-    result = func(first.rows, *others, **kwargs)
-    if result is first.rows:
+    ids, values = first.piece.ids, first.piece.values
+    result = func(values, *others, **kwargs)
+    if result is values:
         return first
-    if first.ids is None or not isinstance(result, Tensor) or result.shape != first.rows.shape:
+    if ids is None or not isinstance(result, Tensor) or result.shape != values.shape:
         return result
-    return TableGradient.over(first.ids, result, _shape_of(first))
+    return TableGradient.over(GradientPiece(ids, result), _shape_of(first))
 
 
 _ABOUT_MEMORY: frozenset[Any] = frozenset(

@@ -36,15 +36,6 @@ COMPARED: Final = 1 << 16
 PROBED: Final = 256
 """Numbers of a trained parameter's copy that are compared (1 µs)."""
 
-_BITS: Final = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-"""Types of numpy for the bits of any number, by its size in bytes."""
-
 
 @final
 class DenseParameter(LocalValue):
@@ -59,7 +50,9 @@ class DenseParameter(LocalValue):
             variables in several shards, and of small frozen parameters, since small variables share pages.
     """
 
-    __slots__ = ("__weakref__", "_address", "_before", "_generation", "_probe", "_slot", "_start", "_version", "is_live", "leaf")  # fmt: skip
+    __slots__ = (
+        "__weakref__", "_address", "_before", "_generation", "_probe", "_slot", "_start", "_version", "is_live", "leaf",
+    )  # fmt: skip
 
     def __init__(
         self, remote: RemoteVariable, *, requires_grad: bool, channels_last: bool = False
@@ -97,8 +90,8 @@ class DenseParameter(LocalValue):
         if not self.is_live:
             flat = self.data.as_strided((self.data.numel(),), (1,))
             compared = PROBED if self.leaf.requires_grad else COMPARED
-            bits = plain_numpy(flat.view(_BITS[flat.element_size()]))
-            self._probe = bits[:: 1 + flat.numel() // compared]
+            numbers = plain_numpy(flat.view(torch.uint8)).reshape(-1, flat.element_size())
+            self._probe = numbers[:: 1 + flat.numel() // compared]
         self.note()
 
     @property
@@ -204,18 +197,11 @@ class DenseParameter(LocalValue):
         grad, slot = self.leaf.grad, self.slot()
         if grad is None or not isinstance(slot, GradientSlot) or slot.holds(grad):
             return
-        if slot.is_free and slot.view.dtype is grad.dtype and self.fits(grad):
+        fits = slot.view.dtype is grad.dtype is self.leaf.dtype
+        if slot.is_free and fits and grad.layout is torch.strided and not grad.requires_grad:
             into = slot.take()
             into.copy_(grad)
             self.leaf.grad = into
-
-    def fits(self, grad: Tensor) -> bool:
-        """Return whether the slot can hold the gradient: neither sparse nor part of a graph."""
-        return (
-            grad.layout is torch.strided
-            and grad.dtype is self.leaf.dtype
-            and not grad.requires_grad
-        )
 
     def leave_slot(self) -> None:
         """Copy the gradient out of the slot, which is not used again: a server may still read it."""

@@ -6,7 +6,7 @@ function that goes on to train after a step would use parameters that plain PyTo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -44,7 +44,7 @@ class RoundSteps:
         self._dense = dense
         self._tables = tables
         self._stepped: set[int] = set()
-        self._seen: dict[int, tuple[Any, ...]] = {}  # gradients at the first step, by id
+        self._seen: dict[int, Sequence[tuple[Tensor, int]]] = {}  # gradients at the first step
 
     def begin_closure(self) -> None:
         """Forget the closure before."""
@@ -60,12 +60,10 @@ class RoundSteps:
         kind = type(optimizer).__name__
         if number in self._stepped:
             raise MisuseError(f"one scheduled function called step() of {kind} twice. {_REMEDY}")
-        if not self._compares:
-            pass
-        elif not self._stepped:
-            marks = {key: _dense_mark(one.leaf.grad) for key, one in self._dense.items()}
-            self._seen = marks | {key: one[0].gradient.mark() for key, one in self._tables.items()}
-        elif any(
+        if self._compares and not self._stepped:
+            self._seen = {key: self._mark(one.leaf) for key, one in self._dense.items()}
+            self._seen |= {key: self._mark(one) for key, (one, _) in self._tables.items()}
+        elif self._compares and any(
             not _is_same(self._mark(parameter), self._seen.get(id(parameter), ()))
             for group in optimizer.param_groups
             for parameter in group["params"]
@@ -77,16 +75,16 @@ class RoundSteps:
             )
         self._stepped.add(number)
 
-    def _mark(self, parameter: Any) -> tuple[Any, ...]:
+    def _mark(self, parameter: Any) -> Sequence[tuple[Tensor, int]]:
+        """Return the tensors of a gradient, and their versions."""
         table = self._tables.get(id(parameter))
-        return _dense_mark(parameter.grad) if table is None else table[0].gradient.mark()
+        if table is not None:
+            return table[0].gradient.mark()
+        grad = parameter.grad
+        return () if grad is None else [(grad, grad._version)]
 
 
-def _dense_mark(grad: Tensor | None) -> tuple[Any, ...]:
-    return () if grad is None else (grad, grad._version)
-
-
-def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def _is_same(one: Sequence[tuple[Tensor, int]], other: Sequence[tuple[Tensor, int]]) -> bool:
     return len(one) == len(other) and all(
-        a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True)
+        a is b and before == after for (a, before), (b, after) in zip(one, other, strict=True)
     )

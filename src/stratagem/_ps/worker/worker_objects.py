@@ -10,10 +10,10 @@ several workers in one process.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from stratagem._ps.client.remote_storage import ReadCache, RemoteStorage
 from stratagem._ps.client.server_connection import Membership
 from stratagem._ps.client.shard_holders import ShardHolders
 from stratagem._ps.tables.replicated_table import ReplicatedTable
-from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._ps.training_state import Advance, StateSnapshot
 from stratagem._ps.worker.advance_recorder import AdvanceRecorder, WatchedGroup
 from stratagem._ps.worker.entry_changes import EntryWriter
@@ -105,10 +104,10 @@ class WorkerObjects:
         self._variables.new_buffers.is_view = self._is_view
         # Changes of objects that are not defined here yet.
         self._waiting: dict[Hashable, dict[definitions.Entry, definitions.EntryChange]] = {}
-        self._steppers: dict[Hashable, OptimizerStepper] = {}
         self._writer = EntryWriter(self._put_buffer)
+        self._is_replicated = self._strategy.num_replicas_in_sync > 1
         # Parameters of several replicas; modules hold them only by name.
-        self._all_managed: list[ReplicatedParameter] = []
+        self._managed: dict[Hashable, ReplicatedParameter] = {}
 
     # -------------------------------------------------------------- contract 7
 
@@ -127,7 +126,7 @@ class WorkerObjects:
 
     def _build(self, token: Hashable, definition: object) -> Any:
         if isinstance(definition, definitions.ParameterDefinition):
-            return self._parameter(definition)
+            return self._parameter(token, definition)
         if isinstance(definition, definitions.BufferDefinition):
             return self._variables.buffer(definition.description, counts=definition.counts)
         if isinstance(definition, definitions.ModuleDefinition):
@@ -183,7 +182,7 @@ class WorkerObjects:
         if isinstance(obj, Optimizer) and change.entry[-1] == "params":
             self._set_group(obj, change)
         elif isinstance(obj, Optimizer) and change.entry == definitions.ATTRIBUTES:
-            if change.token not in self._steppers:
+            if id(obj) not in self._strategy.steppers:
                 self._variables.wrappers.set(obj, dict(change.value or {}))
         else:
             self._writer.set(obj, change)
@@ -234,8 +233,7 @@ class WorkerObjects:
         self._strategy.close()
         self._strategy.steppers.clear()
         self._objects.clear()
-        self._steppers.clear()
-        self._all_managed.clear()
+        self._managed.clear()
         self._variables.close()
         self._client.close()
 
@@ -244,17 +242,18 @@ class WorkerObjects:
     def _is_view(self, module: nn.Module) -> bool:
         return any(module is one for one in self._objects.values())
 
-    def _parameter(self, definition: definitions.ParameterDefinition) -> nn.Parameter:
+    def _parameter(
+        self, token: Hashable, definition: definitions.ParameterDefinition
+    ) -> nn.Parameter:
         parameter = self._variables.parameter(
             definition.description,
             requires_grad=definition.requires_grad,
             as_table=definition.as_table,
             channels_last=definition.channels_last,
         )
-        if self._strategy.num_replicas_in_sync > 1:
-            kind = ReplicatedTable if isinstance(parameter, TableParameter) else ReplicatedParameter
-            name = definition.description.name
-            self._all_managed.append(kind(cast("Any", parameter), self._strategy, name))
+        if self._is_replicated:
+            kind: Any = ReplicatedTable if definition.as_table else ReplicatedParameter
+            self._managed[token] = kind(parameter, self._strategy, definition.description.name)
         return parameter
 
     def _fill(self, token: Any, state: Any) -> None:
@@ -269,7 +268,7 @@ class WorkerObjects:
             self._recorder.add(token, module)
             return
         self._writer.define(token, module)
-        if self._strategy.num_replicas_in_sync > 1:
+        if self._is_replicated:
             self._answer_by_replica(module)
         else:
             module._buffers = self._variables.watched(module._buffers)
@@ -295,48 +294,37 @@ class WorkerObjects:
         module._buffers = buffers
 
     def _optimizer(self, token: Any, definition: definitions.OptimizerDefinition) -> Optimizer:
-        # Not the class's own __init__: it may allocate state, which is on the servers.
-        made: Optimizer = definition.kind.__new__(definition.kind)
         groups = [dict(group) for group in definition.groups]
-        Optimizer.__init__(made, groups, dict(definition.defaults))
+        made = _without_state(definition.kind, groups, definition.defaults)
         stepper = OptimizerStepper(self._variables, definition.number, definition.settings)
-        self._steppers[token] = stepper
         self._strategy.steppers[id(made)] = stepper
-        made.__dict__["_opt_called"] = True  # or schedulers would warn that it never stepped
-        self._recorder.add(token, made, watch_reads=self._strategy.num_replicas_in_sync == 1)
-        if self._strategy.num_replicas_in_sync == 1:
+        self._recorder.add(token, made, watch_reads=not self._is_replicated)
+        if not self._is_replicated:
             made.__dict__["step"] = types.MethodType(stepper.step, made)
             if type(made).zero_grad is Optimizer.zero_grad:
                 made.__dict__["zero_grad"] = types.MethodType(clear_gradients, made)
         made.state = StateOnServers({}, made)
-        refuse_changes(made)
         return made
 
     def _wrapper(self, definition: definitions.WrapperDefinition) -> Optimizer:
         inner = definition.inner
-        made: Optimizer = definition.kind.__new__(definition.kind)
         groups = [{"params": list(group["params"])} for group in inner.param_groups]
-        Optimizer.__init__(made, groups, dict(definition.defaults))
+        made = _without_state(definition.kind, groups, definition.defaults)
         made.param_groups = inner.param_groups
-        made.__dict__["_opt_called"] = True
         made.__dict__["step"] = types.MethodType(step_as_written, made)
         self._recorder.add_wrapper(made, inner)
         self._variables.wrappers.add(made, inner, definition.attributes)
-        refuse_changes(made)
         return made
 
     def _forget(self, tokens: Sequence[Any]) -> None:
         for token in tokens:
             gone = self._objects.pop(token, None)
             self._waiting.pop(token, None)
-            self._steppers.pop(token, None)
+            self._managed.pop(token, None)
             self._writer.forget(token)
             self._recorder.forget(token, gone)
             if isinstance(gone, torch.Tensor):
                 self._variables.forget(gone)
-                self._all_managed = [
-                    managed for managed in self._all_managed if managed.central is not gone
-                ]
             elif isinstance(gone, Optimizer):
                 self._strategy.steppers.pop(id(gone), None)
                 self._variables.wrappers.forget(gone)
@@ -348,9 +336,9 @@ class WorkerObjects:
             optimizer.param_groups[number]["params"] = group["params"]
             return
         settings = {name: value for name, value in group.items() if name != "params"}
-        self._steppers[change.token].settings[number] = settings
+        self._strategy.steppers[id(optimizer)].settings[number] = settings
         type(optimizer).add_param_group(optimizer, group)
-        if self._strategy.num_replicas_in_sync == 1:
+        if not self._is_replicated:
             optimizer.param_groups[-1] = WatchedGroup(optimizer.param_groups[-1])
 
     def _variable(self, definition: definitions.VariableDefinition) -> Variable:
@@ -362,10 +350,8 @@ class WorkerObjects:
                 "in a cluster whose workers join and leave."
             )
         remote = self._variables.remote(definition.descriptions[index])
-        if definition.per_worker:
-            remote.put(
-                definition.request.initial_tensor()
-            )  # a new incarnation starts anew (PSS-13)
+        if definition.per_worker:  # a new incarnation starts anew (PSS-13)
+            remote.put(definition.request.initial_tensor())
         place = RemoteStorage(
             remote,
             tracks=definition.request.tracks_gradient() and not definition.per_worker,
@@ -377,6 +363,17 @@ class WorkerObjects:
     @override
     def __repr__(self) -> str:
         return f"<WorkerObjects of worker {self._worker_index}, {len(self._objects)} objects>"
+
+
+def _without_state(
+    kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]
+) -> Optimizer:
+    """Return an optimizer without the class's own ``__init__``: it may allocate state, which is on the servers."""
+    made = kind.__new__(kind)
+    Optimizer.__init__(made, groups, dict(defaults))
+    made.__dict__["_opt_called"] = True  # or schedulers would warn that it never stepped
+    refuse_changes(made)
+    return made
 
 
 class OptimizerStepper:

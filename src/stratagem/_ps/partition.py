@@ -196,8 +196,6 @@ class ShardLayout:
 
     Example:
         >>> layout = ShardLayout([3, 3, 2])
-        >>> layout.locate(4)
-        (1, 1)
         >>> layout
         <ShardLayout 8 rows in 3 shards: 3, 3, 2>
     """
@@ -219,11 +217,6 @@ class ShardLayout:
     def follows_div_rule(self) -> bool:
         """True if the sizes follow the div rule (`shard_sizes`)."""
         return list(self.sizes) == shard_sizes(self.rows, len(self.sizes))
-
-    def locate(self, row: int) -> tuple[int, int]:
-        """Return the shard of one row, and the row's number within it."""
-        shard = int(torch.bucketize(torch.tensor(row), self._borders, right=True))
-        return shard, row - self.offsets[shard]
 
     def check(self, ids: Tensor, what: str) -> None:
         """Raise `ValueError` for ids that are not rows of ``what``, the variable."""

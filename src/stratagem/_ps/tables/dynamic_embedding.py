@@ -327,7 +327,7 @@ class FrozenEmbedding(nn.Module):
         return F.embedding(places, self.rows) * is_known
 
 
-class FrozenEmbeddingBag(nn.Module):
+class FrozenEmbeddingBag(FrozenEmbedding):
     """Bags of rows by id, in plain torch operators; ids without a row count as zeros.
 
     Args:
@@ -343,17 +343,10 @@ class FrozenEmbeddingBag(nn.Module):
                 [1.0000, 1.0000]])
     """
 
-    ids: Tensor
-    rows: Tensor
-
     def __init__(self, ids: Tensor, rows: Tensor, mode: str, include_last_offset: bool) -> None:
-        super().__init__()
-        if not len(ids):
-            ids, rows = torch.zeros(1, dtype=torch.int64), rows.new_zeros(1, *rows.shape[1:])
+        super().__init__(ids, rows)
         self.mode = mode
         self.include_last_offset = include_last_offset
-        self.register_buffer("ids", ids)
-        self.register_buffer("rows", torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]))
 
     @override
     def forward(
@@ -363,12 +356,9 @@ class FrozenEmbeddingBag(nn.Module):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return one combined row for each bag; the arguments are those of ``nn.EmbeddingBag``."""
-        last = self.ids.shape[0]
-        places = torch.searchsorted(self.ids, ids).clamp(max=last - 1)
-        places = torch.where(self.ids[places] == ids, places, last)  # the row of zeros
         return F.embedding_bag(
-            places,
-            self.rows,
+            torch.arange(ids.numel(), device=ids.device).view(ids.shape),
+            super().forward(ids.reshape(-1)),
             offsets,
             mode=self.mode,
             per_sample_weights=per_sample_weights,

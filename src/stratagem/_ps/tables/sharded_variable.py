@@ -231,8 +231,7 @@ class ShardedVariable(Convertible):
                     f"row {first!r} of {self._called()} is out of range: there are "
                     f"{self._layout.rows}."
                 )
-            shard, local = self._layout.locate(row)
-            return _taken(self._variables[shard].sparse_read(torch.tensor([local]))[0], rest)
+            return _taken(self._rows(torch.tensor([row]))[0], rest)
         # torch has no negative steps: Python counts the rows, and they are gathered in that order.
         rows = self._rows(torch.tensor(range(self._layout.rows)[first], dtype=torch.int64))
         return _taken(rows, (slice(None), *rest)) if rest else rows
@@ -273,14 +272,10 @@ def _taken(tensor: Tensor, key: tuple[Any, ...]) -> Tensor:
     widths = [_width(part) for part in key]
     dim, simple = 0, list(key)
     for place, (part, width) in enumerate(zip(key, widths, strict=True)):
-        if part is Ellipsis:
-            width = tensor.dim() - sum(widths)
-        elif isinstance(part, slice) and part.step is not None and part.step < 0:
-            # The same elements, counted upwards in the mirrored dimension.
-            tensor, size = tensor.flip(dim), tensor.shape[dim]
-            start, stop, step = part.indices(size)
-            simple[place] = slice(size - 1 - start, size - 1 - stop, -step)
-        dim += width
+        if isinstance(part, slice) and part.step is not None and part.step < 0:
+            rows = torch.tensor(range(tensor.shape[dim])[part], dtype=torch.int64)
+            tensor, simple[place] = tensor.index_select(dim, rows), slice(None)
+        dim += tensor.dim() - sum(widths) if part is Ellipsis else width
     return tensor[tuple(simple)]
 
 

@@ -21,6 +21,12 @@ from stratagem._core.torch_patches import private_api
 from stratagem._core.torch_patches.compiling import eagerly
 from stratagem._wire.data_values import make_tensor
 
+
+def _named(names: str, *owners: object) -> list[Any]:
+    found = [getattr(owner, name, None) for owner in owners for name in names.split()]
+    return [one for one in found if one is not None]
+
+
 ABOUT_THE_TENSOR: Final = frozenset(
     [
         one.__get__
@@ -28,24 +34,10 @@ ABOUT_THE_TENSOR: Final = frozenset(
         if name not in ("data", "device", "_grad", "grad", "is_cpu", "is_meta")
         and name not in ("H", "T", "mH", "mT", "imag", "real")
     ]
-    + [
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.ndimension,
-        Tensor.element_size,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.is_inference,
-        Tensor.__len__,
-        Tensor.__hash__,
-        Tensor.requires_grad_,
-        cast("Any", Tensor.requires_grad).__set__,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    ]
+    + _named("size dim nelement ndimension element_size is_inference requires_grad_", Tensor)
+    + _named("__len__ __hash__", Tensor)
+    + _named("numel is_floating_point is_complex", torch, Tensor)
+    + [cast("Any", Tensor.requires_grad).__set__]
 )
 """Functions that need no values."""
 
@@ -141,11 +133,6 @@ def _of_all(order: Any = 2.0, /, **named: Any) -> bool:
     return not named and isinstance(order, (int, float)) and order > 0
 
 
-def _named(names: str, *owners: object) -> list[Any]:
-    found = [getattr(owner, name, None) for owner in owners for name in names.split()]
-    return [one for one in found if one is not None]
-
-
 _ROWS_SUFFICE: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(
         _named("abs clone neg positive sign square sum isnan isinf", torch, Tensor), _alone
@@ -179,7 +166,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         piece = args[1].piece
         return cast("Tensor", first).index_add_(0, piece.ids, piece.values, alpha=alpha)
     rule = _ROWS_SUFFICE.get(func)
-    if rule is not None and _are_gradients(first) and rule(*args[1:], **kwargs):
+    if rule is not None and isinstance(first, _GRADIENTS) and rule(*args[1:], **kwargs):
         return _on_rows(func, first, args[1:], kwargs)
     wholes: list[tuple[TableGradient, Tensor, int]] = []
 
@@ -229,10 +216,6 @@ def _adds_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     )
 
 
-def _are_gradients(first: Any) -> bool:
-    return isinstance(first, (TableGradient, list, tuple))
-
-
 def _on_rows(func: Any, first: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(first, TableGradient):
         held = [one.piece.values if isinstance(one, TableGradient) else one for one in first]
@@ -245,6 +228,8 @@ def _on_rows(func: Any, first: Any, others: Sequence[Any], kwargs: Mapping[str, 
         return result
     return TableGradient.over(GradientPiece(ids, result), _shape_of(first))
 
+
+_GRADIENTS: Final = (TableGradient, list, tuple)
 
 _ABOUT_MEMORY: frozenset[Any] = frozenset(
     {

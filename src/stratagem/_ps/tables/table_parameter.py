@@ -384,19 +384,10 @@ def _gathered(
     return total
 
 
-def _get_grad(table: TableParameter) -> Tensor | None:
-    return table.gradient.shown()
-
-
-def _set_grad(table: TableParameter, value: Tensor | None) -> None:
-    table.gradient.replace(value)
-
-
 def _set_data(table: TableParameter, value: Tensor) -> None:
-    if isinstance(table.source, WorkerRows):
-        table.source.replace(value.detach())
-    else:
+    if not isinstance(table.source, WorkerRows):
         raise refusal(table.source.name)
+    table.source.replace(value.detach())
 
 
 # The descriptors of the class; type checkers see the types of an instance's attributes.
@@ -417,7 +408,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     Tensor.get_device: lambda table: -1,
     **dict.fromkeys((Tensor.detach, torch.detach, _DATA.__get__), TableParameter.plain),
     _DATA.__set__: _set_data,
-    _GRAD.__get__: _get_grad,
-    _GRAD.__set__: _set_grad,
-    _GRAD.__delete__: lambda table: _set_grad(table, None),
+    _GRAD.__get__: lambda table: table.gradient.shown(),
+    _GRAD.__set__: lambda table, value: table.gradient.replace(value),
+    _GRAD.__delete__: lambda table: table.gradient.replace(None),
 }

@@ -81,7 +81,7 @@ class WorkerVariables:
         self._has_moved = False  # a backup has taken variables over: parameters lie over old memory
         if client.failover is not None:
             client.failover.on_move = self._forget_memory
-        self._written = WrittenParameters(self._dense, is_sole=is_sole)
+        self._written = WrittenParameters(self._dense, self._buffers, is_sole=is_sole)
         self._steps = StepBuilder(client, self._dense, self._tables, held=rounds)
         self._is_replicated = replicas > 1
         # Gradients of several replicas are written into the leaves at each step.
@@ -233,9 +233,7 @@ class WorkerVariables:
             raise
         finally:
             # After an error too: a page that this process wrote hides what the server writes there from all later closures.
-            unnoted = self._written.undo()
-            for buffer in self._buffers.values():
-                buffer.end_closure(succeeded=succeeded)
+            unnoted = self._written.undo(succeeded=succeeded)
             unknown = self.new_buffers.take_back()
         for error in (unnoted, unknown):
             if succeeded and error is not None:
@@ -262,18 +260,14 @@ class WorkerVariables:
             if self._round is not None:
                 self._round.note(number, optimizer)
             settings = changed_settings(optimizer, initial)
-            changed = [buffer for buffer in self._buffers.values() if buffer.is_changed()]
             written = self._written.find()
             trained: Any = ()
 
             def first(batch: WriteBatch) -> None:
                 nonlocal trained
                 trained = written.add_changes(batch)
-                for buffer in changed:
-                    buffer.add_change(batch)
 
-            first_if_any = first if changed or written else None
-            step = self._steps.build(number, optimizer, settings, first_if_any)
+            step = self._steps.build(number, optimizer, settings, first if written else None)
             if step.batch.is_empty:
                 return
             generation = buffers.generation
@@ -331,15 +325,12 @@ class WorkerVariables:
 
     def _send_changes(self) -> None:
         """Send the buffers and parameters that the function wrote."""
-        buffers = [buffer for buffer in self._buffers.values() if buffer.is_changed()]
         written = self._written.find()
-        if not buffers and not written:
+        if not written:
             return
         versions: Mapping[tuple[int, int], int] = {}
         with self.client.lock:
             batch = self.client.batch()
-            for buffer in buffers:
-                buffer.add_change(batch)
             trained = written.add_changes(batch)
             if not batch.is_empty:
                 self.client.send(batch)

@@ -19,6 +19,7 @@ from stratagem._ps.client.remote_variable import RemoteVariable
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.tables.worker_rows import WorkerRows
 from stratagem._ps.worker.dense_parameter import DenseParameter, written_among
+from stratagem._ps.worker.worker_buffers import WorkerBuffer
 from stratagem.errors import ForeignParameterError
 
 SGD_INSTEAD = (
@@ -40,17 +41,20 @@ class _Base(NamedTuple):
 
 
 class FunctionWrites(NamedTuple):
-    """What a function wrote: parameters, those of them whose values may differ, and tables with their values."""
+    """What a function wrote: parameters, those of them whose values may differ, tables with their values, and buffers."""
 
     dense: list[DenseParameter]
     changed: list[DenseParameter]
     tables: list[tuple[RemoteVariable, Tensor]]
+    buffers: list[WorkerBuffer]
 
     def __bool__(self) -> bool:
-        return bool(self.dense or self.tables)
+        return bool(self.dense or self.tables or self.buffers)
 
     def add_changes(self, batch: WriteBatch) -> list[_Base]:
         """Add the values that differ from the servers' to a batch; return the trained ones."""
+        for buffer in self.buffers:
+            buffer.add_change(batch)
         trained: list[_Base] = []
         for remote, value in self.tables:
             remote.add_assign(batch, "set", value)
@@ -69,18 +73,26 @@ class FunctionWrites(NamedTuple):
 
 @final
 class WrittenParameters:
-    """The parameters of one worker that its functions write.
+    """The parameters and buffers of one worker that its functions write.
 
     Args:
         dense: all dense parameters, by the id of their leaves.
+        buffers: all buffers, by the id of their tensors.
         is_sole: whether the cluster has no other worker.
 
     Attributes:
         copied: the tables of which the function has copies.
     """
 
-    def __init__(self, dense: Mapping[int, DenseParameter], *, is_sole: bool) -> None:
+    def __init__(
+        self,
+        dense: Mapping[int, DenseParameter],
+        buffers: Mapping[int, WorkerBuffer],
+        *,
+        is_sole: bool,
+    ) -> None:
         self._dense = dense
+        self._buffers = buffers
         self.copied: list[WorkerRows] = []
         self.is_sole = is_sole
         self._turn = 0  # parameter to search next for writes that nothing noted
@@ -99,7 +111,8 @@ class WrittenParameters:
             if one.leaf.requires_grad and not self.is_sole:
                 raise _refusal(one, _SEVERAL)
         written = [(remote, value) for remote, value in tables if value is not None]
-        return FunctionWrites(dense, changed, written)
+        buffers = [one for one in self._buffers.values() if one.is_changed()]
+        return FunctionWrites(dense, changed, written, buffers)
 
     def check(
         self, trained: Iterable[_Base], versions: Mapping[tuple[int, int], int], own: int
@@ -127,12 +140,14 @@ class WrittenParameters:
         for one in self.copied:
             one.follow_step()
 
-    def undo(self) -> ForeignParameterError | None:
+    def undo(self, *, succeeded: bool) -> ForeignParameterError | None:
         """Restore what the function wrote and did not send, at its end; return an error if nothing noted a write.
 
         Writes that only the kernel knows of are looked for in one parameter per closure, in turn. If that
         one was written, all are searched.
         """
+        for buffer in self._buffers.values():
+            buffer.end_closure(succeeded=succeeded)
         for rows in self.copied:
             rows.forget()
         self.copied.clear()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import queue
 import select
@@ -29,7 +28,7 @@ from stratagem._wire.channel import Channel
 from stratagem._wire.failures import failure_from
 from stratagem._wire.handshake import ClusterKey
 from stratagem._wire.listener import Listener
-from stratagem._wire.messages import Frame
+from stratagem._wire.messages import Frame, Message
 from stratagem.errors import (
     CoordinatorReplaced,
     ProtocolError,
@@ -195,22 +194,13 @@ class Worker(Owner):
 
     def _serve_peer(self, channel: Channel, frame: Frame) -> None:
         """Serve a coordinator until it is gone; answer anyone else."""
-        if not isinstance(frame.message, messages.OpenWorker):
-            self._answer(channel, frame)
+        message = frame.message
+        refusal = self._refusal(message)
+        if not isinstance(message, messages.OpenWorker) or refusal is not None:
+            self._answer(channel, frame, refusal)
             return
-        if frame.message.worker != self.index:
-            refusal = UnavailableError(
-                f"this is {self.task}, the coordinator expects worker {frame.message.worker} at "
-                f"{self.address!r}: give every task the same cluster specification.",
-                task=self.task,
-            )
-            channel.reply(frame, failure_from(refusal, task=self.task, with_pickle=True))
-            return
-        if self._is_replaced(frame.message):
-            self._refuse(channel, frame)
-            return
-        if frame.message.epoch:
-            self._epochs[frame.message.instance] = frame.message.epoch
+        if message.epoch:
+            self._epochs[message.instance] = message.epoch
             while len(self._epochs) > JOBS_KNOWN:
                 del self._epochs[next(iter(self._epochs))]
         session = CoordinatorSession(self, channel, frame)
@@ -238,59 +228,59 @@ class Worker(Owner):
                     return
             with channel:
                 try:
-                    if isinstance(message, messages.OpenWorker) and self._is_replaced(message):
-                        self._refuse(channel, frame)
-                    elif isinstance(message, messages.OpenWorker):
-                        failure = failure_from(self._busy(), task=self.task, with_pickle=True)
-                        channel.reply(frame, failure, timeout_s=ANSWER_S)
-                    else:
-                        self._answer(channel, frame)
+                    self._answer(channel, frame, self._refusal(message))
                 except WireError as error:  # of that peer, not of the coordinator we serve
                     _log.info("%s turned away %s: %s", self.task, channel.peer, error)
 
-    def _is_replaced(self, message: messages.OpenWorker) -> bool:
-        return message.epoch < self._epochs.get(message.instance, 0)
-
-    def _refuse(self, channel: Channel, frame: Frame) -> None:
-        """Tell a coordinator that a newer one has its job."""
-        error = CoordinatorReplaced(
-            f"{self.task} has served a newer coordinator of the same job. This coordinator cannot write or "
-            "schedule any more: end this process."
+    def _refusal(self, message: Message) -> Exception | None:
+        """Return the error for a coordinator that cannot be served; None for one that can, and for other peers."""
+        if not isinstance(message, messages.OpenWorker):
+            return None
+        if message.worker != self.index:
+            return UnavailableError(
+                f"this is {self.task}, the coordinator expects worker {message.worker} at "
+                f"{self.address!r}: give every task the same cluster specification.",
+                task=self.task,
+            )
+        if message.epoch < self._epochs.get(message.instance, 0):
+            return CoordinatorReplaced(
+                f"{self.task} has served a newer coordinator of the same job. This coordinator cannot write or "
+                "schedule any more: end this process."
+            )
+        session = self._current
+        if session is None:
+            return None
+        return WorkerBusy(
+            f"{self.task} serves another coordinator: close that one first.",
+            task=self.task,
+            coordinator=session.order.coordinator,
+            heard_s=time.monotonic() - session.heard_at,
         )
-        failure = failure_from(error, task=self.task, with_pickle=True)
-        channel.reply(frame, failure, timeout_s=ANSWER_S)
 
-    def _answer(self, channel: Channel, frame: Frame) -> None:
-        """Answer a request for statistics or for the end of the task; refuse anything else.
+    def _answer(self, channel: Channel, frame: Frame, refusal: Exception | None) -> None:
+        """Refuse a coordinator; answer a request for statistics or for the end of the task.
 
         Raises:
             ProtocolError: the peer looks for another kind of task.
         """
-        if isinstance(frame.message, messages.AskStats):
+        reply: Message
+        if refusal is not None:
+            reply = failure_from(refusal, task=self.task, with_pickle=True)
+        elif isinstance(frame.message, messages.AskStats):
             seen = None if self._current is None else self._current.metrics()
-            stats = messages.Stats(facts=self.facts(), metrics=seen)
-            channel.reply(frame, stats, timeout_s=ANSWER_S)
-            return
-        if isinstance(frame.message, messages.Retire):
+            reply = messages.Stats(facts=self.facts(), metrics=seen)
+        elif isinstance(frame.message, messages.Retire):
             self._retiring = True
-            channel.reply(frame, messages.Ok(), timeout_s=ANSWER_S)
-            return
-        error = ProtocolError(
-            f"this is {self.task}, a worker, which does not know {type(frame.message).__name__}: give "
-            f"every task the same cluster specification"
-        )
-        failure = failure_from(error, task=self.task, with_traceback=False)
-        channel.reply(frame, failure, timeout_s=ANSWER_S)
-        raise error
-
-    def _busy(self) -> WorkerBusy:
-        session = self._current
-        return WorkerBusy(
-            f"{self.task} serves another coordinator: close that one first.",
-            task=self.task,
-            coordinator="" if session is None else session.order.coordinator,
-            heard_s=math.inf if session is None else time.monotonic() - session.heard_at,
-        )
+            reply = messages.Ok()
+        else:
+            error = ProtocolError(
+                f"this is {self.task}, a worker, which does not know {type(frame.message).__name__}: give "
+                f"every task the same cluster specification"
+            )
+            failure = failure_from(error, task=self.task, with_traceback=False)
+            channel.reply(frame, failure, timeout_s=ANSWER_S)
+            raise error
+        channel.reply(frame, reply, timeout_s=ANSWER_S)
 
     @override
     def __repr__(self) -> str:

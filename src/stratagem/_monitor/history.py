@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from stratagem._monitor.cluster_view import (
     PHASES,
@@ -35,6 +35,14 @@ STRAGGLER_STEPS: Final = 3  # of the others within the window, so that chance do
 _NOTHING = DistributionSnapshot()
 
 
+class _Moment(NamedTuple):
+    """What a sample says, by task."""
+
+    time_s: float
+    tasks: Mapping[str, TaskSample]
+    program: Snapshot | None
+
+
 @final
 class ClusterHistory:
     """Samples of one cluster, the latest last.
@@ -51,8 +59,7 @@ class ClusterHistory:
     """
 
     def __init__(self) -> None:
-        self._window: deque[ClusterSample] = deque()
-        self._by_name: deque[dict[str, TaskSample]] = deque()  # the tasks of each sample
+        self._window: deque[_Moment] = deque()
         self._began_s: float | None = None
         self._tasks: dict[str, TaskSample] = {}  # the latest sample of each task
         self._earlier_steps: dict[str, int] = {}  # of earlier incarnations
@@ -67,16 +74,14 @@ class ClusterHistory:
             self._began_s = sample.time_s
         while len(self._window) > 1 and sample.time_s - self._window[0].time_s > WINDOW_S:
             self._window.popleft()
-            self._by_name.popleft()
         self._note_events(sample)
         self._note_scalars(sample)
         self._note_restarts(sample)
-        self._window.append(sample)
-        tasks = (*sample.workers, *sample.servers)
-        self._by_name.append({task.name: task for task in tasks})
-        for task in tasks:
-            if task.answers or task.name not in self._tasks:
-                self._tasks[task.name] = task
+        tasks = {task.name: task for task in (*sample.workers, *sample.servers)}
+        self._window.append(_Moment(sample.time_s, tasks, sample.program))
+        for name, task in tasks.items():
+            if task.answers or name not in self._tasks:
+                self._tasks[name] = task
         view = self._view(sample)
         self._curves.add(sample.time_s, _points(view))
         return replace(view, series=self._curves.series())
@@ -208,24 +213,22 @@ class ClusterHistory:
         )
 
     def _table_views(self, sample: ClusterSample) -> tuple[TableView, ...]:
-        totals = dict(self._tables)
-        recent: dict[str, tuple[float, float]] = {}
+        totals = {name: list(counts) for name, counts in self._tables.items()}
+        recent: Counter[str] = Counter()  # rows
         for now, before in self._snapshots(sample):
+            earlier = {} if before is None else _lookups(before)
             for name, (ids, rows) in _lookups(now).items():
-                was = (0, 0) if before is None else _lookups(before).get(name, (0, 0))
-                old, new = totals.get(name, (0, 0)), recent.get(name, (0.0, 0.0))
-                totals[name] = (old[0] + ids, old[1] + rows)
-                recent[name] = (
-                    new[0] + max(0, ids - was[0]),
-                    new[1] + max(0, rows - was[1]),
-                )
+                total = totals.setdefault(name, [0, 0])
+                total[0] += ids
+                total[1] += rows
+                recent[name] += max(0, rows - earlier.get(name, (0, 0))[1])
         seconds = max(1.0, sample.time_s - self._window[0].time_s)
         found = [
             TableView(
                 name=name,
                 ids=ids,
                 rows=rows,
-                rows_per_s=recent.get(name, (0.0, 0.0))[1] / seconds,
+                rows_per_s=recent[name] / seconds,
                 distinct_share=rows / ids if ids else None,
             )
             for name, (ids, rows) in totals.items()
@@ -236,8 +239,8 @@ class ClusterHistory:
 
     def _before(self, task: TaskSample) -> TaskSample | None:
         """Return the oldest report in the window of the same incarnation of a task."""
-        for tasks in self._by_name:
-            one = tasks.get(task.name)
+        for moment in self._window:
+            one = moment.tasks.get(task.name)
             if one is not None and one.identity == task.identity and one.numbers:
                 return None if one is task else one
         return None
@@ -298,15 +301,16 @@ class ClusterHistory:
             found += [_of(task.name, event) for event in task.metrics.events]
         # The program records its lost workers itself.
         watched = sample.servers if sample.program else (*sample.workers, *sample.servers)
-        before = self._by_name[-1] if self._by_name else {}
+        before = self._window[-1].tasks if self._window else {}
         for task in watched:
-            last = before.get(task.name)
-            known = self._tasks.get(task.name)
+            last, known = before.get(task.name), self._tasks.get(task.name)
+            names = []
             if last is not None and last.answers != task.answers:
-                name = "answers again" if task.answers else "does not answer"
-                found.append(Event(time_s=sample.time_s, source=task.name, name=name))
-            if _is_new(task, known):
-                found.append(Event(time_s=sample.time_s, source=task.name, name="restarted"))
+                names.append("answers again" if task.answers else "does not answer")
+            both_answer = known is not None and known.answers and task.answers
+            if known and both_answer and "" not in {known.identity, task.identity}:
+                names += ["restarted"] if known.identity != task.identity else []
+            found += [Event(time_s=sample.time_s, source=task.name, name=name) for name in names]
         for event in found:
             self._events.setdefault((event.time_s, event.source, event.name), event)
         while len(self._events) > EVENTS:
@@ -347,10 +351,9 @@ class _Curve:
             self._last = change.last
             self._points.append((time_s, change.mean))
             if len(self._points) > POINTS:
-                self._points = [
-                    ((first[0] + second[0]) / 2, (first[1] + second[1]) / 2)
-                    for first, second in zip(self._points[::2], self._points[1::2], strict=False)
-                ]
+                self._points = list(
+                    zip(*map(_halved, zip(*self._points, strict=True)), strict=True)
+                )
 
     def view(self) -> ScalarView:
         return ScalarView(
@@ -429,13 +432,6 @@ def _mark_stragglers(
             is_slow = enough and not idle and worker.steps_per_s < STRAGGLER_RATE * usual
         marked.append(replace(worker, is_straggler=True) if is_slow else worker)
     return tuple(marked)
-
-
-def _is_new(task: TaskSample, known: TaskSample | None) -> bool:
-    """Return whether a task has started again since its last report."""
-    if known is None or not known.answers or not task.answers:
-        return False
-    return bool(known.identity) and bool(task.identity) and known.identity != task.identity
 
 
 def _of(task: str, event: Event) -> Event:

@@ -10,7 +10,8 @@ import time
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, final
+from contextlib import nullcontext
+from typing import Any, Final, TypeVar, final
 
 from typing_extensions import override
 
@@ -42,6 +43,7 @@ from stratagem.errors import DeadlineExceeded, MisuseError
 
 _T = TypeVar("_T")
 
+_NOTHING: Final = nullcontext()
 _making = threading.Lock()  # of the one coordinator of each strategy
 
 
@@ -241,7 +243,8 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
         value = RemoteValue(engine.result_condition, call.function.name)
         closure = Closure(0, call, value, began, exactly_once)
         datasets = closure.datasets
-        with shared_dataset.prepared(datasets), engine.changed:
+        prepared = shared_dataset.prepared(datasets) if datasets else _NOTHING
+        with prepared, engine.changed:
             self._ready_to_schedule()
             actions = engine.locked_add(closure, datasets)
         if faults.active is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, final
 
@@ -332,17 +332,12 @@ def open_reader(source: Any, parts: Sequence[Part], shape: str, keep_open: int) 
 
 def prepared(datasets: Sequence[SharedDataset]) -> AbstractContextManager[object]:
     """Let this thread lease elements of these datasets."""
-    if not datasets:
-        return _NOTHING
     if len(datasets) == 1:
         return datasets[0]._prepared()
     stack = ExitStack()
     for dataset in sorted(datasets, key=lambda one: one._resource):  # one order for all threads
         stack.enter_context(dataset._prepared())
     return stack
-
-
-_NOTHING: Final = nullcontext()
 
 
 def lease_all(closure: int, datasets: Sequence[SharedDataset]) -> tuple[HeldLease, ...]:

@@ -13,7 +13,7 @@ from stratagem import metrics
 class TimedIterator:
     """Iterator over the elements of another one; the timer ``input.next`` has the waiting times.
 
-    All other attributes are those of the iterator inside, such as the position of a dataset. The worker uses `calls` and
+    All other attributes are those of the iterator inside, such as the position of a dataset. The worker uses `reads` and
     `at_end` to find functions that began when the dataset was used up.
 
     Example:
@@ -25,8 +25,8 @@ class TimedIterator:
     def __init__(self, inside: Iterator[Any]) -> None:
         self._inside = inside
         self._waited = metrics.timer("input.next")
-        self.calls = 0
-        """Number of elements read so far, with the attempts to read beyond the end."""
+        self.reads: list[TimedIterator] = []
+        """Iterators of the first two attempts to read. The worker has one list for all its iterators, and clears it."""
         self.at_end = False
         """True if the last attempt to read has found no element."""
 
@@ -35,7 +35,8 @@ class TimedIterator:
 
     def __next__(self) -> Any:
         began = perf_counter()
-        self.calls += 1
+        if len(self.reads) < 2:
+            self.reads.append(self)
         try:
             element = next(self._inside)
         except StopIteration:

@@ -288,7 +288,7 @@ class CoordinatorSession:
             self._results.flush(views)
             began = time.perf_counter()
         self._running_since = began
-        reads, written = objects.reads(), views.written()
+        written = views.written()
         try:
             if self._worker.owns_process:
                 _set_default_dtype(message.dtype)
@@ -341,7 +341,7 @@ class CoordinatorSession:
                     "(dataset.repeat()), or schedule no more steps than it has (CCO-26)."
                 )
                 if views.written() == written:
-                    ended_input = objects.ended_input(reads)
+                    ended_input = objects.ended_input()
             if message.resource:
                 objects.fail_resource(message.resource, error)
             failed = self._results.failure(

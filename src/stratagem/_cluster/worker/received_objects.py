@@ -36,6 +36,7 @@ class ReceivedObjects:
         self._definition_errors: dict[Hashable, Exception] = {}
         self._unreadable: Exception | None = None  # a message that may concern any object
         self._last_arguments: _KnownArguments | None = None
+        self._reads: list[TimedIterator] = []  # of the present closure
 
     def receive(self, frame: Frame) -> None:
         """Store the content of a Define, Update or Forget message; keep the error if that fails."""
@@ -46,8 +47,9 @@ class ReceivedObjects:
             self._unreadable = error
 
     def function(self, digest: bytes) -> Callable[..., object]:
-        """Return a function, unpacked at its first use."""
+        """Return the function of the closure that begins, unpacked at its first use."""
         self.lacks = False
+        self._reads.clear()
         if self._unreadable is not None:
             raise self._lacking(self._unreadable)
         function = self._functions[digest]
@@ -85,6 +87,8 @@ class ReceivedObjects:
     def keep_resource(self, number: int, value: object) -> None:
         """Keep the result of a resource closure."""
         self._last_arguments = None
+        if isinstance(value, TimedIterator):
+            value.reads = self._reads
         self._resources[number] = value
 
     def fail_resource(self, number: int, error: BaseException) -> None:
@@ -92,22 +96,12 @@ class ReceivedObjects:
         self._last_arguments = None
         self._resources[number] = _FailedResource(error)
 
-    def reads(self) -> dict[int, int]:
-        """Return how often each per-worker dataset was read so far."""
-        found = self._resources.items()
-        return {number: one.calls for number, one in found if isinstance(one, TimedIterator)}
-
-    def ended_input(self, before: dict[int, int]) -> int:
-        """Return the dataset that was used up when a closure began, 0 if none was. `before`: `reads` at that time.
-
-        The closure has read nothing else.
-        """
-        now = self.reads()
-        changed = [number for number, calls in now.items() if calls != before.get(number, 0)]
-        if len(changed) != 1 or now[changed[0]] != before.get(changed[0], 0) + 1:
+    def ended_input(self) -> int:
+        """Return the dataset that was used up when the closure began, 0 if none was. The closure has read nothing else."""
+        reads = self._reads
+        if len(reads) != 1 or not reads[0].at_end:
             return 0
-        iterator = self._resources[changed[0]]
-        return changed[0] if isinstance(iterator, TimedIterator) and iterator.at_end else 0
+        return next((n for n, one in self._resources.items() if one is reads[0]), 0)
 
     def begin_leases(self, leases: Sequence[messages.LeasedElements]) -> list[LeasedReader]:
         """Let the closure that begins read these elements; return the readers."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem._checkpoint.restored_memory import LEAST_BYTES
+from stratagem._checkpoint.matching import LEAST_BYTES
 from stratagem._ps.blocks import checksums
 from stratagem._ps.blocks.block_reader import BlockReader, RowsWanted
 from stratagem.errors import CheckpointCorrupt

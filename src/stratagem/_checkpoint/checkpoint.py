@@ -19,7 +19,6 @@ from stratagem._checkpoint.checkpoint_writer import (
     SaveOrder,
     write_checkpoint,
 )
-from stratagem._checkpoint.closure_positions import pin_positions
 from stratagem._checkpoint.delta_base import DeltaBase
 from stratagem._checkpoint.directory import (
     CheckpointDirectory,
@@ -30,18 +29,18 @@ from stratagem._checkpoint.directory import (
 )
 from stratagem._checkpoint.encoding import TakenApart, from_torch_bytes, torch_bytes
 from stratagem._checkpoint.live_state import (
-    Match,
     check_objects,
     collect,
     live_in,
+    pin_positions,
+    remote_tensors,
 )
+from stratagem._checkpoint.matching import Match, changing_objects
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
-from stratagem._checkpoint.restored_memory import changing_objects, memory_to_restore
 from stratagem._checkpoint.server_group import between_rounds
 from stratagem._checkpoint.server_parts import ServerCut, make_cuts
 from stratagem._checkpoint.server_reads import ServerReads
-from stratagem._checkpoint.server_state import remote_tensors
 from stratagem._core.context import current_replica
 from stratagem._ps.blocks.block_file import part_of
 from stratagem._ps.blocks.block_plan import stored_name
@@ -290,7 +289,7 @@ class ObjectSnapshot:
             raise
         try:
             with pins:
-                apart = collect(checkpoint._objects, allow_pickle=allow_pickle, cuts=cuts)
+                apart = collect(checkpoint._objects, allow_pickle=allow_pickle, rows=cuts)
             own, aliases = _without_twins(apart.tensors)
             if copies is not None:
                 held = copies.of(own)
@@ -412,16 +411,12 @@ def restore_objects(
     content = read_content(saved.path, allow_pickle=allow_pickle)
     live = [value for _, value in live_in(objects)]
     with ServerReads(live, saved.path) as servers:
-        match = Match(
-            objects, content["objects"], saved.manifest.tensors, partial=partial, servers=servers
-        )
+        match = Match(objects, content["objects"], saved.manifest.tensors, servers, partial=partial)
         match.check(str(saved.path), strict=strict)
         servers.verify(chain)
-        stored = saved.manifest.tensors
-        into = memory_to_restore(objects, content["objects"], stored)
         label = f"restoring step {saved.step}"
         tensors = read_tensors(
-            chain, match.needed, label, into, before_changes=lambda: servers.read(chain)
+            chain, match.needed, label, match.places, before_changes=lambda: servers.read(chain)
         )
         with changing_objects(), servers.frozen():
             match.apply(tensors, strict=strict)

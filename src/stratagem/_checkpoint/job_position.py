@@ -9,25 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem import config
-from stratagem._checkpoint.closure_positions import ClosurePosition
 from stratagem._checkpoint.directory import CheckpointDirectory
-from stratagem._checkpoint.encoding import TakenApart, decode, from_torch_bytes, torch_bytes
-from stratagem._checkpoint.live_state import kind_of, live_in
+from stratagem._checkpoint.encoding import from_torch_bytes, torch_bytes
+from stratagem._checkpoint.live_state import collect, live_in
+from stratagem._checkpoint.matching import Match
 from stratagem._checkpoint.newest_checkpoint import points_of_job
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
 from stratagem._checkpoint.rewinding import Points
-from stratagem._checkpoint.server_group import ServerGroup, layout_of, strategies_of
-from stratagem._checkpoint.server_state import kept_state
-from stratagem._core.values import convert_to_tensor
+from stratagem._checkpoint.server_group import ServerGroup, frozen, layout_of, strategies_of
+from stratagem._ps.blocks.manifest import StoredTensor
 from stratagem._ps.coordinator.named_job import NamedJob
+from stratagem._ps.placement import Description
 from stratagem.errors import CheckpointError, JobMismatch
 
 if TYPE_CHECKING:
@@ -46,6 +46,32 @@ COST: Final = 0.01
 
 MARKS: Final = 4096
 """Marks kept while their closures run; beyond it every second one is dropped."""
+
+
+@final
+class _LiveRows:
+    """Rows of a live job: no record has them, and they stay as they are when a coordinator continues the job."""
+
+    takes_all: Final = True
+
+    def __init__(self, group: ServerGroup) -> None:
+        self.group = group
+        self.names: set[str] = set()
+
+    def optimizer_state(self, where: Description, optimizer: int) -> dict[str, Any]:
+        return {}
+
+    def frozen(self) -> AbstractContextManager[None]:
+        return frozen([self.group])
+
+    def take(self, value: Any, name: str, stored: StoredTensor) -> bool:
+        if layout_of(self.group, value) is None:
+            return False
+        self.names.add(name)
+        return True
+
+    def take_state(self, *_: Any) -> set[str]:
+        return set()
 
 
 class _Mark(NamedTuple):
@@ -76,6 +102,7 @@ class JobPosition:
         self._objects = objects
         self._strategy = strategy
         self._group = ServerGroup(strategy)
+        self._rows = _LiveRows(self._group)
         job = strategy._variables.job
         assert job is not None, "the manager has found it"
         self._job: NamedJob = job
@@ -231,59 +258,27 @@ class JobPosition:
 
     def _create_optimizers(self) -> None:
         for _, value in live_in(dict(self._objects)):
-            if isinstance(value, Optimizer) and any(self._tensors_on_servers(value)):
-                self._group.optimizers.create(value)
-
-    def _tensors_on_servers(self, optimizer: Optimizer) -> Iterator[bool]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield self._is_on_servers(parameter)
-
-    def _is_on_servers(self, value: Any) -> bool:
-        return layout_of(self._group, value) is not None
+            if isinstance(value, Optimizer):
+                parameters = (one for group in value.param_groups for one in group["params"])
+                if any(layout_of(self._group, one) is not None for one in parameters):
+                    self._group.optimizers.create(value)
 
     def _record(self, step: int, closure: int) -> bytes:
-        apart = TakenApart(self._allow_pickle)
-        states = [(name, apart.encode(state, (name,))) for name, state in self._local_states()]
+        # A mark counts when its closures have finished.
+        apart = collect(
+            self._objects, allow_pickle=self._allow_pickle, rows=[self._rows], when_finished=True
+        )
+        stored = {name: (one.dtype, one.shape) for name, one in apart.elsewhere.items()}
         content = {
             "step": step,
             "closure": closure,
             "base": self._base,
-            "states": states,
+            "objects": apart.skeleton,
+            "elsewhere": stored,
             "tensors": {name: tensor.detach().cpu() for name, tensor in apart.tensors.items()},
             "random": read_random_state(),
         }
         return torch_bytes(content)
-
-    def _local_states(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and state of everything that lives on the coordinator."""
-        for name, _, _, value in _leaves(self._objects):
-            yield name, self._state_of(value) if kind_of(value) else value
-
-    def _state_of(self, value: Any) -> Any:
-        kind = kind_of(value)
-        if isinstance(value, nn.Module):
-            with self._group.frozen():
-                state = kept_state(value)
-            return {
-                key: one.detach() if isinstance(one, Tensor) else one
-                for key, one in state.items()
-                if not (isinstance(one, Tensor) and self._is_on_servers(one))
-            }
-        if isinstance(value, Optimizer):
-            if any(self._tensors_on_servers(value)):
-                return [
-                    {key: one for key, one in group.items() if key != "params"}
-                    for group in value.param_groups
-                ]
-            return value.state_dict()
-        if kind in ("variable", "assignable"):
-            return None if self._is_on_servers(value) else convert_to_tensor(value).detach()
-        if kind == "generator":
-            return value.get_state()
-        if isinstance(value, ClosurePosition):
-            return value.state_dict_when_finished()  # a mark counts when its closures have finished
-        return value.state_dict()
 
     # ------------------------------------------------------------------ going on
 
@@ -301,19 +296,20 @@ class JobPosition:
             f"the record of job {self._job.name!r}",
             allow_pickle=self._allow_pickle,
         )
-        found = {name: decode(one, content["tensors"]) for name, one in content["states"]}
-        here = [name for name, _ in self._local_states()]
+        here = {name: (one.dtype, one.shape) for name, one in content["tensors"].items()}
+        stored = {
+            name: StoredTensor(str(dtype).removeprefix("torch."), tuple(shape))
+            for name, (dtype, shape) in {**here, **content["elsewhere"]}.items()
+        }
+        match = Match(self._objects, content["objects"], stored, self._rows)
         differences = [
+            *(f"{n!r} of the checkpoint's objects is not in the live job" for n in match.missing),
             *(
-                f"{name!r} of the checkpoint's objects is not in the live job"
-                for name in here
-                if name not in found
+                f"{n!r} of the live job is not among the checkpoint's objects"
+                for n in match.unexpected
             ),
-            *(
-                f"{name!r} of the live job is not among the checkpoint's objects"
-                for name in found
-                if name not in here
-            ),
+            *match.different,
+            *match.doubtful,
         ]
         if differences:
             raise JobMismatch(
@@ -321,7 +317,7 @@ class JobPosition:
                 + "; ".join(differences),
                 differences=differences,
             )
-        self._put_back(found)
+        match.apply(content["tensors"], strict=True)
         set_random_state(content["random"])
         variables.client.discards_writes = False
         self._job.resumed(content["closure"])
@@ -349,43 +345,6 @@ class JobPosition:
             with engine.lock:
                 engine.closures.continue_at(closure)
 
-    def _put_back(self, states: Mapping[str, Any]) -> None:
-        for name, holder, key, value in list(_leaves(self._objects)):
-            if kind_of(value):
-                self._load(value, states[name])
-            elif not isinstance(holder, tuple):
-                holder[key] = states[name]
-
-    def _load(self, value: Any, state: Any) -> None:
-        kind = kind_of(value)
-        if isinstance(value, nn.Module):
-            if state:
-                value.load_state_dict(state, strict=False)
-        elif isinstance(value, Optimizer):
-            if isinstance(state, list):
-                for group, saved in zip(value.param_groups, state, strict=True):
-                    group.update(saved)
-            else:
-                value.load_state_dict(state)
-        elif kind in ("variable", "assignable"):
-            if state is not None:
-                value.assign(state)
-        elif kind == "generator":
-            value.set_state(state)
-        else:
-            value.load_state_dict(state)
-
     @override
     def __repr__(self) -> str:
         return f"<JobPosition of {self._job!r}, {len(self._marks)} marks wait>"
-
-
-def _leaves(holder: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield name, container, key and value of live objects, and of the largest nests without any."""
-    items = holder.items() if isinstance(holder, Mapping) else enumerate(holder)
-    for key, value in items:
-        here = (*path, str(key))
-        if kind_of(value) or next(live_in(value), None) is None:
-            yield ".".join(here), holder, key, value
-        else:
-            yield from _leaves(value, here)

@@ -1,42 +1,34 @@
-"""Collect the state of live objects, match it with a checkpoint, and restore it.
+"""Collect the state of live objects.
 
 *Live* objects have a state that can be put back in place: modules, optimizers, variables, generators, and
-everything with ``state_dict`` and ``load_state_dict``. They may be nested in dictionaries, lists and tuples.
-
-Restoring has two parts. `Match` compares the objects with the checkpoint, without changing them, and lists
-missing names, unexpected names and the tensors to read. `Match.apply` then puts the state back.
+everything with ``state_dict`` and ``load_state_dict``. They may be nested in dictionaries, lists and tuples. `matching.py`
+puts state back.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, nullcontext
-from typing import Any, Protocol, final, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stratagem._checkpoint import optimizer_names
-from stratagem._checkpoint.encoding import Path, TakenApart, decode, tensor_names
-from stratagem._checkpoint.server_group import is_plain_module
-from stratagem._checkpoint.server_parts import ServerCut
-from stratagem._checkpoint.server_reads import ServerReads
-from stratagem._checkpoint.server_state import (
-    kept_state,
-    note_server_state,
-    on_servers,
-    take_state,
-    without_rows,
+from stratagem._checkpoint.encoding import Path, TakenApart
+from stratagem._checkpoint.server_group import (
+    RemoteTensor,
+    ServerGroup,
+    frozen,
+    is_plain_module,
+    layout_of,
 )
 from stratagem._core.values import Convertible, convert_to_tensor
-from stratagem._core.variables import Variable, VariableAggregation, VariableSynchronization
-from stratagem._ps.blocks.manifest import StoredTensor
-from stratagem._ps.tables.dynamic_embedding import note_restored
-from stratagem._ps.tables.sharded_variable import ShardedVariable
-from stratagem.errors import CheckpointMismatch
+from stratagem._core.variables import Variable, VariableSynchronization
+from stratagem._ps.placement import Description
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -125,35 +117,160 @@ def modules_in(objects: Mapping[str, Any]) -> dict[str, nn.Module]:
 # ------------------------------------------------------------------ collecting
 
 
+@runtime_checkable
+class ClosurePosition(Protocol):
+    """Object whose position depends on which closures have finished."""
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Let `state_dict` return the present position inside the context."""
+
+    def state_dict_when_finished(self) -> dict[str, Any]:
+        """Return the position of a program that continues when all present closures have finished."""
+
+
+def pin_positions(live: Iterable[object]) -> ExitStack:
+    """Return a context in which the positions of these objects do not change.
+
+    Enter it before the servers make their cuts: closures that have finished by then are in the cuts.
+    """
+    pins = ExitStack()
+    for value in live:
+        if isinstance(value, ClosurePosition):
+            pins.enter_context(value.pinned())
+    return pins
+
+
+class RowsOnServers(Protocol):
+    """Rows on the servers of one strategy, which are not collected."""
+
+    @property
+    def takes_all(self) -> bool:
+        """True if they include those of modules with a state dict of their own."""
+
+    @property
+    def group(self) -> ServerGroup:
+        """The servers."""
+
+    def optimizer_state(self, where: Description, optimizer: int) -> dict[str, Any]:
+        """Return what stands in a state dict for the state of a variable."""
+
+
 def collect(
-    objects: Mapping[str, Any], *, allow_pickle: bool, cuts: Sequence[ServerCut] = ()
+    objects: Mapping[str, Any],
+    *,
+    allow_pickle: bool,
+    rows: Sequence[RowsOnServers] = (),
+    when_finished: bool = False,
 ) -> TakenApart:
-    """Return the state of objects, taken apart: tensors not copied, or left on servers with a cut."""
+    """Return the state of objects, taken apart: tensors not copied, or left on servers.
+
+    With `when_finished`, positions are those after all present closures.
+    """
     apart = TakenApart(allow_pickle)
-    modules = modules_in(objects)
+    collector = _Collector(apart, modules_in(objects), rows, when_finished)
     for name, value in objects.items():
-        apart.skeleton[name] = _collect(value, (name,), apart, modules, cuts)
+        apart.skeleton[name] = collector.collect(value, (name,))
     return apart
 
 
-def _collect(
-    value: Any,
-    path: Path,
-    apart: TakenApart,
-    modules: Mapping[str, nn.Module],
-    cuts: Sequence[ServerCut],
-) -> Any:
-    kind = kind_of(value)
-    if kind:
-        state, extra = _state_of(kind, value, modules, cuts)
-        entry = {"$object": kind, "class": _class_name(value), **extra}
-        return {**entry, "state": apart.encode(state, path)}
-    if next(live_in(value), None) is None:
-        return apart.encode(_plain_containers(value), path)
-    if isinstance(value, dict):
-        return {k: _collect(v, (*path, str(k)), apart, modules, cuts) for k, v in value.items()}
-    made = (_collect(v, (*path, i), apart, modules, cuts) for i, v in enumerate(value))
-    return list(made) if isinstance(value, list) else tuple(made)
+@dataclass
+class _Collector:
+    apart: TakenApart
+    modules: Mapping[str, nn.Module]
+    rows: Sequence[RowsOnServers]
+    when_finished: bool
+
+    def collect(self, value: Any, path: Path) -> Any:
+        kind = kind_of(value)
+        if kind:
+            state, extra = self._state_of(kind, value)
+            entry = {"$object": kind, "class": class_name(value), **extra}
+            return {**entry, "state": self.apart.encode(state, path)}
+        if next(live_in(value), None) is None:
+            return self.apart.encode(_plain_containers(value), path)
+        if isinstance(value, dict):
+            return {key: self.collect(each, (*path, str(key))) for key, each in value.items()}
+        made = (self.collect(each, (*path, place)) for place, each in enumerate(value))
+        return list(made) if isinstance(value, list) else tuple(made)
+
+    def _state_of(self, kind: str, value: Any) -> tuple[Any, dict[str, Any]]:
+        """Return an object's state, and further facts that restoring it needs."""
+        if kind == "module":
+            return self._module_state(value)
+        if kind == "optimizer":
+            return self._optimizer_state(value)
+        if kind in ("variable", "assignable"):
+            remote = self._on_servers(value)
+            if remote is not None:
+                return remote, {}
+            is_variable = kind == "variable"
+            return (
+                _variable_state(value) if is_variable else convert_to_tensor(value).detach()
+            ), {}
+        if kind == "generator":
+            return value.get_state(), {}
+        if self.when_finished and isinstance(value, ClosurePosition):
+            return value.state_dict_when_finished(), {}
+        return value.state_dict(), {}
+
+    def _on_servers(self, value: Any) -> RemoteTensor | None:
+        found = (layout_of(one.group, value) for one in self.rows)
+        return next((one for one in found if one is not None), None)
+
+    def _module_state(self, module: nn.Module) -> tuple[Any, dict[str, Any]]:
+        state: Any
+        if self.rows and (self.rows[0].takes_all or is_plain_module(module)):
+            with frozen(one.group for one in self.rows):
+                state = kept_state(module)
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = self._on_servers(value) or value.detach()
+        else:
+            state = module.state_dict()
+        # Versions of the modules' state, by which they read older ones. torch keeps it as an attribute.
+        versions = vars(state).get("_metadata", {}) if isinstance(state, OrderedDict) else {}
+        plain = OrderedDict(state) if isinstance(state, Mapping) else state
+        return plain, {"versions": {name: dict(known) for name, known in versions.items()}}
+
+    def _optimizer_state(self, optimizer: Optimizer) -> tuple[Any, dict[str, Any]]:
+        with frozen(one.group for one in self.rows):
+            state: Any = optimizer.state_dict()
+        if not optimizer_names.has_usual_form(state):
+            return state, {}
+        for one in self.rows:
+            if (number := one.group.number_of(optimizer)) is None:
+                continue
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                for parameter, key in zip(group["params"], saved["params"], strict=True):
+                    where = one.group.find(parameter)
+                    if where is not None:
+                        state["state"].pop(key, None)
+                        if found := one.optimizer_state(where, number):
+                            state["state"][key] = found
+        names = optimizer_names.parameter_names(optimizer, self.modules)
+        return optimizer_names.to_names(state, names), {"by_name": True}
+
+
+def remote_tensors(values: Iterable[Any], group: ServerGroup) -> list[RemoteTensor]:
+    """Return the tensors of live objects that are on the servers of one strategy."""
+    found = []
+    for value in values:
+        if isinstance(value, nn.Module):
+            if is_plain_module(value):
+                with frozen([group]):
+                    found += [layout_of(group, one) for one in kept_state(value).values()]
+        elif isinstance(value, Optimizer):
+            for parameters in value.param_groups:
+                found += [layout_of(group, one) for one in parameters["params"]]
+        else:
+            found.append(layout_of(group, value))
+    return [one for one in found if one is not None]
+
+
+def kept_state(module: nn.Module) -> OrderedDict[str, Any]:
+    """Return a module's state dict of the parameters and buffers themselves."""
+    state: Any = module.state_dict(keep_vars=True)
+    return cast("OrderedDict[str, Any]", state)  # with torch's versions as an attribute
 
 
 def _plain_containers(value: Any) -> Any:
@@ -165,42 +282,6 @@ def _plain_containers(value: Any) -> Any:
     return value
 
 
-def _state_of(
-    kind: str, value: Any, modules: Mapping[str, nn.Module], cuts: Sequence[ServerCut]
-) -> tuple[Any, dict[str, Any]]:
-    """Return an object's state, and further facts that restoring it needs."""
-    if kind in ("variable", "assignable"):
-        remote = on_servers(value, cuts)
-        if remote is not None:
-            return remote, {}
-    if kind == "variable":
-        return _variable_state(value), {}
-    if kind == "assignable":
-        return convert_to_tensor(value).detach(), {}
-    if kind == "generator":
-        return value.get_state(), {}
-    plain_module = kind == "module" and bool(cuts) and is_plain_module(value)
-    with ExitStack() as frozen:
-        for cut in cuts if kind == "optimizer" or plain_module else ():
-            frozen.enter_context(cut.group.frozen())
-        state: Any
-        if plain_module:
-            state = without_rows(kept_state(value), cuts)
-        else:
-            state = value.state_dict()
-    if kind == "optimizer":
-        note_server_state(value, state, cuts)
-    if kind == "module":
-        # Versions of the modules' state, by which they read older ones. torch keeps it as an attribute.
-        versions = vars(state).get("_metadata", {}) if isinstance(state, OrderedDict) else {}
-        plain = OrderedDict(state) if isinstance(state, Mapping) else state
-        return plain, {"versions": {name: dict(known) for name, known in versions.items()}}
-    if kind == "optimizer" and optimizer_names.has_usual_form(state):
-        names = optimizer_names.parameter_names(value, modules)
-        return optimizer_names.to_names(state, names), {"by_name": True}
-    return state, {}
-
-
 def _variable_state(variable: Variable) -> Any:
     values = [part.read_value() for part in variable.values]
     on_read = variable.synchronization is VariableSynchronization.ON_READ
@@ -209,292 +290,6 @@ def _variable_state(variable: Variable) -> Any:
     return values[0] if len(values) == 1 or (same and not on_read) else values
 
 
-def _class_name(value: Any) -> str:
+def class_name(value: Any) -> str:
+    """Return the dotted name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-# ------------------------------------------------------------------ restoring
-
-
-@final
-class Match:
-    """A checkpoint compared with the objects it should be restored into.
-
-    Args:
-        objects: the live objects; plain values in it are replaced by `apply`.
-        skeleton: of the checkpoint.
-        tensors: of the checkpoint, by name.
-        partial: ignore objects that only the checkpoint has.
-        servers: parameter servers that read their tensors by themselves.
-
-    Attributes:
-        missing: names that the objects have and the checkpoint lacks.
-        unexpected: names that the checkpoint has and the objects lack.
-        different: names that cannot be restored, such as tensors of another shape.
-        doubtful: names that can be restored but probably should not: other types of numbers, another
-            class of optimizer.
-        needed: the tensors that must be read.
-    """
-
-    def __init__(
-        self,
-        objects: MutableMapping[str, Any],
-        skeleton: Mapping[str, Any],
-        tensors: Mapping[str, StoredTensor],
-        *,
-        partial: bool = False,
-        servers: ServerReads | None = None,
-    ) -> None:
-        self._stored = tensors
-        self._servers = servers
-        self._modules = modules_in(objects)
-        self._actions: list[Callable[[Mapping[str, Tensor], bool], None]] = []
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.different: list[str] = []
-        self.doubtful: list[str] = []
-        self.needed: list[str] = []
-        for name in objects:
-            if name not in skeleton:
-                self.missing.append(name)
-            else:
-                self._compare(objects, name, skeleton[name], (name,))
-        if not partial:
-            self.unexpected.extend(name for name in skeleton if name not in objects)
-        if servers is not None:
-            elsewhere = servers.names
-            self.needed = [name for name in self.needed if name not in elsewhere]
-
-    def check(self, path: str, *, strict: bool) -> None:
-        """Raise if the two do not fit.
-
-        Raises:
-            CheckpointMismatch: lists what is missing, unexpected and different.
-        """
-        wrong = [*self.different, *(self.doubtful if strict else ())]
-        if not wrong and not (strict and (self.missing or self.unexpected)):
-            return
-        parts = [f"the checkpoint {path} does not fit: build the objects as saved, or use another."]
-        if strict and self.missing:
-            parts.append(f"Missing in the checkpoint: {_listed(self.missing)}.")
-        if strict and self.unexpected:
-            parts.append(f"In the checkpoint only: {_listed(self.unexpected)}.")
-        if wrong:
-            parts.append(f"Different: {_listed(wrong)}.")
-        if not self.different:
-            parts.append("To restore what fits and leave the rest as it is, pass strict=False.")
-        raise CheckpointMismatch(
-            " ".join(parts), missing=self.missing, unexpected=self.unexpected, different=wrong
-        )
-
-    def apply(self, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
-        """Put the state back."""
-        for action in self._actions:
-            action(tensors, strict)
-
-    def _compare(self, holder: Any, key: Any, skeleton: Any, path: Path) -> None:
-        value = holder[key]
-        kind = kind_of(value)
-        if kind:
-            self._compare_live(kind, value, skeleton, path)
-        elif next(live_in(value), None) is not None:
-            self._compare_container(value, skeleton, path)
-        else:
-            self._need(skeleton)
-            self._actions.append(
-                lambda tensors, strict: _replace(holder, key, decode(skeleton, tensors))
-            )
-            if isinstance(value, Tensor):
-                self._fits(value, skeleton, path)
-
-    def _compare_container(self, value: Any, skeleton: Any, path: Path) -> None:
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-        if isinstance(skeleton, dict):
-            saved = [] if "$object" in skeleton else list(skeleton)
-        else:
-            saved = list(range(len(skeleton))) if isinstance(skeleton, list | tuple) else []
-        self.missing.extend(_shown((*path, key)) for key in keys if key not in saved)
-        self.unexpected.extend(_shown((*path, key)) for key in saved if key not in keys)
-        for key in keys:
-            if key in saved:
-                self._compare(value, key, skeleton[key], (*path, key))
-
-    def _compare_live(self, kind: str, value: Any, skeleton: Any, path: Path) -> None:
-        saved_kind = skeleton.get("$object") if isinstance(skeleton, dict) else None
-        # A variable may be in one piece here and in several there.
-        if saved_kind != kind and {saved_kind, kind} != {"variable", "assignable"}:
-            was = "plain values" if saved_kind is None else f"a {saved_kind}"
-            self.different.append(f"{_shown(path)} ({was} in the checkpoint, a {kind} here)")
-            return
-        self._need(skeleton)
-        if kind == "module":
-            self._module(value, skeleton, path)
-        elif kind == "optimizer":
-            self._optimizer(value, skeleton, path)
-        else:
-            self._other(value, skeleton, path)
-
-    def _module(self, module: nn.Module, skeleton: Any, path: Path) -> None:
-        saved = skeleton["state"]
-        servers = self._servers if is_plain_module(module) else None
-        with nullcontext() if servers is None else servers.frozen():
-            current: Mapping[str, Any]
-            current = module.state_dict() if servers is None else kept_state(module)
-        elsewhere: set[str] = set()
-        self.missing.extend(_shown((*path, key)) for key in current if key not in saved)
-        self.unexpected.extend(_shown((*path, key)) for key in saved if key not in current)
-        for key, value in current.items():
-            if key in saved and isinstance(value, Tensor) and not is_lazy(value):
-                self._fits(value, saved[key], (*path, key))
-                if servers is not None and self._take(value, saved[key]):
-                    elsewhere.add(key)
-
-        def load(tensors: Mapping[str, Tensor], strict: bool) -> None:
-            note_restored(module)
-            own = type(saved)((key, each) for key, each in saved.items() if key not in elsewhere)
-            state = decode(own, tensors)
-            if isinstance(state, OrderedDict):
-                vars(state)["_metadata"] = OrderedDict(skeleton["versions"])
-            # What is missing in the checkpoint was found before.
-            module.load_state_dict(state, strict=strict and not elsewhere)
-
-        self._actions.append(load)
-
-    def _optimizer(self, optimizer: Optimizer, skeleton: Any, path: Path) -> None:
-        if not skeleton.get("by_name"):
-            self._other(optimizer, skeleton, path)
-            return
-        if skeleton["class"] != _class_name(optimizer):
-            self.doubtful.append(
-                f"{_shown(path)} ({skeleton['class']} in the checkpoint, {_class_name(optimizer)} here)"
-            )
-        saved = skeleton["state"]
-        names = optimizer_names.parameter_names(optimizer, self._modules)
-        missing, unexpected = optimizer_names.differences(saved, names)
-        self.missing.extend(f"{_shown(path)}: parameter {name}" for name in missing)
-        self.unexpected.extend(f"{_shown(path)}: state of {name}" for name in unexpected)
-        elsewhere: set[str] = set()
-        if self._servers is not None:
-            elsewhere = take_state(self._servers, optimizer, saved["state"], names, self._stored)
-
-        def load(tensors: Mapping[str, Tensor], strict: bool) -> None:
-            kept = {key: each for key, each in saved["state"].items() if key not in elsewhere}
-            state = decode({**saved, "state": kept}, tensors)
-            with nullcontext() if self._servers is None else self._servers.frozen():
-                current = optimizer.state_dict()
-            numbered = optimizer_names.to_numbers(state, names, current)
-            optimizer.load_state_dict(numbered)
-
-        self._actions.append(load)
-
-    def _take(self, value: Any, entry: Any) -> bool:
-        """Let servers read a tensor; False if it is not theirs, or not of their kind."""
-        name = entry.get("$tensor", "") if isinstance(entry, dict) else ""
-        stored = self._stored.get(name)
-        return (
-            self._servers is not None
-            and stored is not None
-            and self._servers.take(value, name, stored)
-        )
-
-    def _other(self, value: Any, skeleton: Any, path: Path) -> None:
-        saved_entry = skeleton["state"]
-        if isinstance(value, Variable | ShardedVariable) and self._take(value, saved_entry):
-            self._fits(value, saved_entry, path)
-            return
-
-        def load(tensors: Mapping[str, Tensor], strict: bool) -> None:
-            state = decode(skeleton["state"], tensors)
-            if isinstance(value, Variable):
-                _assign(value, state if isinstance(state, list) else [state])
-            elif isinstance(value, Convertible):
-                assert isinstance(value, Assignable)
-                value.assign(state)
-            elif isinstance(value, torch.Generator):
-                value.set_state(state)
-            else:
-                value.load_state_dict(state)
-
-        if isinstance(value, Variable):
-            saved = skeleton["state"]
-            pieces = saved if isinstance(saved, list) else [saved]
-            for piece in pieces:
-                self._fits(value, piece, path)
-            alone = value.aggregation is VariableAggregation.NONE
-            if len(pieces) > 1 and len(pieces) != len(value.values) and alone:
-                self.different.append(
-                    f"{_shown(path)} ({len(pieces)} replicas' values in the checkpoint, "
-                    f"{len(value.values)} here, and no aggregation)"
-                )
-        self._actions.append(load)
-
-    def _fits(self, value: Any, entry: Any, path: Path) -> None:
-        stored = self._stored.get(entry.get("$tensor", "")) if isinstance(entry, dict) else None
-        if stored is None:
-            return
-        here, there = tuple(value.shape), stored.shape
-        if here != there:
-            self.different.append(f"{_shown(path)} (shape {there} in the checkpoint, {here} here)")
-        elif value.dtype != stored.torch_dtype:
-            dtype = str(value.dtype).removeprefix("torch.")
-            self.doubtful.append(f"{_shown(path)} ({stored.dtype} in the checkpoint, {dtype} here)")
-
-    def _need(self, skeleton: Any) -> None:
-        self.needed.extend(tensor_names(skeleton))
-
-
-def _replace(holder: Any, key: Any, restored: Any) -> None:
-    """Put a plain value back: into the same tensor or container where that can be, else in its place."""
-    current = holder[key]
-    if (
-        isinstance(current, Tensor)
-        and isinstance(restored, Tensor)
-        and current.shape == restored.shape
-    ):
-        with torch.no_grad():
-            current.copy_(restored)
-    elif isinstance(current, dict) and isinstance(restored, dict):
-        for gone in current.keys() - restored.keys():
-            del current[gone]
-        for each in restored:
-            if each in current:
-                _replace(current, each, restored[each])
-            else:
-                current[each] = restored[each]
-    elif isinstance(current, list) and isinstance(restored, list):
-        del current[len(restored) :]
-        for place in range(len(current)):
-            _replace(current, place, restored[place])
-        current.extend(restored[len(current) :])
-    elif isinstance(holder, tuple):
-        raise CheckpointMismatch(
-            f"item {key} of a tuple with live objects is the plain value {current!r}, which cannot be "
-            "restored in place. Use a list.",
-            different=[str(key)],
-        )
-    else:
-        holder[key] = restored
-
-
-def _assign(variable: Variable, saved: list[Tensor]) -> None:
-    """Write a variable's copies; if their number has changed, write their aggregate."""
-    parts = variable.values
-    if len(saved) == len(parts) > 1:
-        for part, value in zip(parts, saved, strict=True):
-            part.assign(value)
-    elif len(saved) == 1 or variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        variable.assign(saved[0])
-    else:
-        total = torch.stack(saved).sum(0)
-        if variable.aggregation is VariableAggregation.MEAN:
-            total = total / len(saved)
-        variable.assign(total.to(saved[0].dtype))
-
-
-def _shown(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _listed(names: list[str], most: int = 10) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

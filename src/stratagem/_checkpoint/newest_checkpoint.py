@@ -8,7 +8,8 @@ from typing import Any
 
 from stratagem._checkpoint.checkpoint import Restored, read_content, restore_objects
 from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, chain_of
-from stratagem._checkpoint.live_state import Match, live_in
+from stratagem._checkpoint.live_state import live_in
+from stratagem._checkpoint.matching import Match
 from stratagem._checkpoint.rewinding import Points
 from stratagem._checkpoint.server_reads import ServerReads
 from stratagem._ps.blocks.block_reader import check_frames
@@ -103,6 +104,6 @@ def _points(
         check_frames(path, manifest)
     content = read_content(saved.path, allow_pickle=allow_pickle)
     with ServerReads([value for _, value in live_in(dict(objects))], saved.path) as servers:
-        match = Match(objects, content["objects"], saved.manifest.tensors, servers=servers)
+        match = Match(objects, content["objects"], saved.manifest.tensors, servers)
         match.check(str(saved.path), strict=True)
         return servers.points_of_job(chain, instance)

@@ -6,7 +6,7 @@ A checkpoint uses separate connections, so that a save and training do not wait 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,15 +174,6 @@ class ServerGroup(Owner):
         kept = self.kept(value)
         return kept is not None and kept.plan is not None and kept.plan.keyed is not None
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Fetch nothing from the servers while state dicts are made."""
-        self.variables.is_frozen = True
-        try:
-            yield
-        finally:
-            self.variables.is_frozen = False
-
     def prepare(self, directory: Path, probe: str, *, restoring: bool = False) -> str:
         """Wait for other saves; send what was changed here; connect; return why a server cannot use the directory, or ""."""
         turn = self.variables.client.replacement.turn
@@ -264,6 +255,19 @@ class ServerGroup(Owner):
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.give_back()
+
+
+@contextmanager
+def frozen(groups: Iterable[ServerGroup]) -> Iterator[None]:
+    """Fetch nothing from the servers while state dicts are made."""
+    variables = [group.variables for group in groups]
+    for one in variables:
+        one.is_frozen = True
+    try:
+        yield
+    finally:
+        for one in variables:
+            one.is_frozen = False
 
 
 def strategies_of(values: Sequence[Any]) -> list[Any]:

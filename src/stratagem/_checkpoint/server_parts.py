@@ -63,6 +63,8 @@ class ServerCut(Owner):
         deltas: the checkpoint that a delta may be built on.
     """
 
+    takes_all: Final = False
+
     def __init__(
         self,
         group: ServerGroup,

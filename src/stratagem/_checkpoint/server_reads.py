@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from stratagem._checkpoint.server_group import (
     LOSSES,
     RemoteTensor,
     ServerGroup,
+    frozen,
     layout_of,
     lost_in_save,
     pieces_of,
@@ -39,6 +40,8 @@ from stratagem.errors import CheckpointCorrupt, CheckpointError
 class ServerReads(Owner):
     """Tensors of a checkpoint that servers read by themselves."""
 
+    takes_all: Final = False
+
     def __init__(self, values: Sequence[Any], path: Path) -> None:
         self._groups: list[ServerGroup] = []
         self._wanted: list[tuple[RemoteTensor, str]] = []
@@ -59,16 +62,9 @@ class ServerReads(Owner):
             self.close()
             raise
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> AbstractContextManager[None]:
         """Fetch nothing from the servers while state dicts are made."""
-        for group in self._groups:
-            group.variables.is_frozen = True
-        try:
-            yield
-        finally:
-            for group in self._groups:
-                group.variables.is_frozen = False
+        return frozen(self._groups)
 
     def take(self, value: Any, name: str, stored: StoredTensor) -> bool:
         """Note that servers are to read a tensor into `value`; False if they cannot."""

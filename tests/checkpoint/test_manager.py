@@ -28,7 +28,7 @@ from stratagem import metrics
 from stratagem._checkpoint import checkpoint_writer
 from stratagem._checkpoint.checkpoint import ObjectSnapshot
 from stratagem._checkpoint.directory import CheckpointDirectory, DirectoryLock
-from stratagem._checkpoint.server_group import lost_in_save
+from stratagem._checkpoint.server_group import ServerGroup
 from stratagem._checkpoint.sigterm import SigtermNote
 from stratagem.errors import (
     CheckpointBusy,
@@ -224,7 +224,11 @@ def test_a_save_that_a_lost_server_ends_is_no_error_because_the_next_save_follow
     lost = ParameterServerLost(f"a long history; {advice}", task="/job:ps/task:0")
     with sg.CheckpointManager(sg.Checkpoint(model=model), tmp_path) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(ObjectSnapshot, "write", Mock(side_effect=lost_in_save(lost)))
+            patch.setattr(
+                ObjectSnapshot,
+                "write",
+                Mock(side_effect=ServerGroup.lost(Mock(connections=()), lost)),
+            )
             manager.save(1)._ended.wait(LIMIT_S)
         assert manager.save(2, wait=True).done
     (record,) = (one for one in caplog.records if one.levelno >= logging.WARNING)

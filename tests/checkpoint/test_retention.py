@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem._checkpoint.retention import Best, Due, KnownCheckpoint, to_delete, write_full
+from stratagem._checkpoint.directory import SavedCheckpoint
+from stratagem._checkpoint.retention import Best, Due, to_delete
+from stratagem._ps.blocks.manifest import Manifest
 
 
 def known(
     serial: int, *, parent: str = "", step: int | None = None, **metrics: float
-) -> KnownCheckpoint:
-    return KnownCheckpoint(f"c{serial}", serial, serial if step is None else step, parent, metrics)
+) -> SavedCheckpoint:
+    step = serial if step is None else step
+    manifest = Manifest(step, serial, "", 0.0, {}, (), {}, parent=parent, metrics=metrics)
+    return SavedCheckpoint(Path(f"c{serial}"), manifest)
 
 
-def names(found: list[KnownCheckpoint]) -> list[str]:
-    return [each.name for each in found]
+def names(found: list[SavedCheckpoint]) -> list[str]:
+    return [each.path.name for each in found]
 
 
 def test_the_newest_are_kept_and_the_oldest_deleted() -> None:
@@ -51,10 +56,10 @@ def test_damaged_ones_do_not_count_and_stay_while_they_are_among_the_newest() ->
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[KnownCheckpoint]:
-    found: list[KnownCheckpoint] = []
+def histories(draw: st.DrawFn) -> list[SavedCheckpoint]:
+    found: list[SavedCheckpoint] = []
     for serial in range(1, draw(st.integers(1, 12)) + 1):
-        parent = draw(st.sampled_from(found)).name if found and draw(st.booleans()) else ""
+        parent = draw(st.sampled_from(found)).path.name if found and draw(st.booleans()) else ""
         found.append(known(serial, parent=parent, auc=draw(st.floats(0, 1))))
     return found
 
@@ -62,17 +67,19 @@ def histories(draw: st.DrawFn) -> list[KnownCheckpoint]:
 @settings(deadline=None)
 @given(histories(), st.integers(1, 4), st.booleans(), st.integers(1, 3))
 def test_nothing_needed_is_ever_deleted(
-    found: list[KnownCheckpoint], keep: int, by_metric: bool, count: int
+    found: list[SavedCheckpoint], keep: int, by_metric: bool, count: int
 ) -> None:
     """At every moment of the deletion, every checkpoint that exists has its parents."""
     best = Best("auc", count) if by_metric else None
-    left = {each.name: each for each in found}
+    left = {each.path.name: each for each in found}
     for going in to_delete(found, max_to_keep=keep, best=best):
-        del left[going.name]
-        assert all(not each.parent or each.parent in left for each in left.values())
-    assert names(sorted(found, key=lambda each: -each.serial)[:keep])[0] in left
+        del left[going.path.name]
+        assert all(
+            not each.manifest.parent or each.manifest.parent in left for each in left.values()
+        )
+    assert names(sorted(found, key=lambda each: -each.manifest.serial)[:keep])[0] in left
     assert {
-        each.name for each in sorted(found, key=lambda each: -each.serial)[:keep]
+        each.path.name for each in sorted(found, key=lambda each: -each.manifest.serial)[:keep]
     } <= left.keys()
     if best is not None:
         assert set(names(best.rank(found)[:count])) <= left.keys()
@@ -85,9 +92,3 @@ def test_a_save_is_due_by_steps_or_by_time() -> None:
     assert due.at(step=1, last_step=0, since_s=60.0)
     assert not due.at(step=100, last_step=100, since_s=1e9)
     assert not Due(None, None).at(step=10**9, last_step=0, since_s=1e9)
-
-
-def test_a_full_save_comes_when_deltas_are_many_or_large() -> None:
-    assert not write_full(deltas_since_full=0, full_every=5, delta_bytes=50, full_bytes=100)
-    assert write_full(deltas_since_full=0, full_every=5, delta_bytes=51, full_bytes=100)
-    assert write_full(deltas_since_full=4, full_every=5, delta_bytes=1, full_bytes=100)

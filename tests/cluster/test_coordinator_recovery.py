@@ -89,7 +89,7 @@ def test_a_killed_script_goes_on_bit_for_bit(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kill", ["step:40", "between cuts:2"])
+@pytest.mark.parametrize("kill", ["step:40", "between cuts:1"])
 def test_every_closure_counts_once_with_two_workers(tmp_path: Path, kill: str) -> None:
     with sg.LocalCluster(workers=2, ps=2) as cluster:
         killed(cluster, tmp_path / "c", kill)

@@ -127,7 +127,7 @@ def test_a_save_meets_a_server_that_has_restarted(
     With `kept`, the connection of the save before ends with the process.
     """
     connect, killed = ServerReplacement.connect_beside, []
-    take = ServerReplacement.take_spare
+    beside = ServerReplacement.beside
     with LocalCluster(workers=1, ps=2) as cluster:
         strategy = sg.ParameterServerStrategy(cluster.resolver)
         with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
@@ -145,16 +145,15 @@ def test_a_save_meets_a_server_that_has_restarted(
                     return connect(self, server, **more)
 
                 def ends(self: ServerReplacement, server: int) -> Any:
-                    spare = take(self, server)
+                    if not kept:
+                        self.drop_beside(server)
+                    found = beside(self, server)
                     if server == 1 and kept and not killed:
-                        assert spare is not None
                         killed.append(cluster.pid("ps", 1))
                         cluster.kill_ps(1)
-                    if spare is not None and not kept:
-                        spare.close()
-                    return spare if kept else None
+                    return found
 
-                monkeypatch.setattr(ServerReplacement, "take_spare", ends)
+                monkeypatch.setattr(ServerReplacement, "beside", ends)
                 if not kept:
                     monkeypatch.setattr(ServerReplacement, "connect_beside", restarts)
                 assert manager.save(6, wait=True).done

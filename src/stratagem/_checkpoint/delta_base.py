@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from stratagem._checkpoint.directory import SavedCheckpoint
-from stratagem._checkpoint.retention import write_full
 from stratagem._ps.blocks.manifest import NAME, StoredTensor
 
 
@@ -36,19 +35,15 @@ class DeltaBase:
         A delta has the same tensors as its parent.
         """
         parent = self._parent
-        if (
+        is_full = (
             parent is None
+            or self._deltas + 1 >= self._full_every
+            # A larger delta costs more at restore than it saves.
+            or 2 * delta_bytes > full_bytes
             or dict(parent.manifest.tensors) != dict(tensors)
             or not (parent.path / NAME).exists()
-            or write_full(
-                deltas_since_full=self._deltas,
-                full_every=self._full_every,
-                delta_bytes=delta_bytes,
-                full_bytes=full_bytes,
-            )
-        ):
-            return None
-        return parent
+        )
+        return None if is_full else parent
 
     def note(self, saved: SavedCheckpoint, cuts: Mapping[tuple[Any, int], int]) -> None:
         """Note a complete checkpoint, and the cuts it was written from."""

@@ -9,12 +9,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from stratagem._checkpoint.directory import CheckpointDirectory
-from stratagem._checkpoint.retention import KnownCheckpoint
+from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint
 from stratagem.errors import CheckpointError
 
 NAME = "evaluations.jsonl"
@@ -86,16 +85,12 @@ def read(directory: Path) -> list[Evaluation]:
     return found
 
 
-def known_checkpoints(directory: CheckpointDirectory) -> list[KnownCheckpoint]:
-    """Return the complete checkpoints of a directory with their metrics, those of evaluations included."""
+def with_evaluations(directory: CheckpointDirectory) -> list[SavedCheckpoint]:
+    """Return the complete checkpoints of a directory, with the metrics of evaluations."""
     evaluated = {one.identity: one.metrics for one in read(directory.path)}
-    return [
-        KnownCheckpoint(
-            saved.path.name,
-            saved.manifest.serial,
-            saved.step,
-            saved.manifest.parent,
-            {**saved.manifest.metrics, **evaluated.get(saved.manifest.identity, {})},
-        )
-        for saved in directory.scan()
-    ]
+    found = []
+    for saved in directory.scan():
+        more = evaluated.get(saved.manifest.identity, {})
+        manifest = replace(saved.manifest, metrics={**saved.metrics, **more})
+        found.append(SavedCheckpoint(saved.path, manifest))
+    return found

@@ -25,7 +25,7 @@ from stratagem._checkpoint.directory import (
     SavedCheckpoint,
     checked_path,
 )
-from stratagem._checkpoint.evaluations import known_checkpoints
+from stratagem._checkpoint.evaluations import with_evaluations
 from stratagem._checkpoint.job_position import JobPosition
 from stratagem._checkpoint.newest_checkpoint import restore_newest
 from stratagem._checkpoint.retention import Best, Due, to_delete
@@ -181,9 +181,7 @@ class CheckpointManager(Owner):
         """The best checkpoint by the metric `keep_best` (also of an evaluator), or None."""
         if self._best is None:
             return None
-        saved = {one.path.name: one for one in self._directory.scan()}
-        ranked = self._best.rank(known_checkpoints(self._directory))
-        return saved[ranked[0].name] if ranked else None
+        return next(iter(self._best.rank(with_evaluations(self._directory))), None)
 
     # ------------------------------------------------------------------ saving
 
@@ -348,13 +346,13 @@ class CheckpointManager(Owner):
 
     def _delete_old(self) -> None:
         going = to_delete(
-            known_checkpoints(self._directory),
+            with_evaluations(self._directory),
             max_to_keep=self._max_to_keep,
             best=self._best,
             damaged=self._damaged,
         )
         for one in going:
-            self._directory.delete(one.name)
+            self._directory.delete(one.path.name)
 
     # ------------------------------------------------------------------ restoring
 

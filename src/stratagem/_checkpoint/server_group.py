@@ -117,16 +117,9 @@ class ServerLostInSave(CheckpointError):
     """A parameter server did not take part in a save or restore to its end."""
 
 
-def lost_in_save(error: Exception, what: str = "") -> ServerLostInSave:
-    """Return the error of a save or restore that failed because of one of `LOSSES`."""
-    if isinstance(error, ParameterServerLost):  # its text is advice for a run that has ended
-        return ServerLostInSave(f"parameter server {error.task} does not answer")
-    return ServerLostInSave(f"{what or 'a parameter server does not answer'}: {error}")
-
-
 @final
 class ServerGroup(Owner):
-    """The parameter servers of one strategy, with a connection of its own to each."""
+    """The parameter servers of one strategy during a save or restore."""
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         self.variables = strategy._variables
@@ -174,33 +167,53 @@ class ServerGroup(Owner):
         kept = self.kept(value)
         return kept is not None and kept.plan is not None and kept.plan.keyed is not None
 
-    def prepare(self, directory: Path, probe: str, *, restoring: bool = False) -> str:
-        """Wait for other saves; send what was changed here; connect; return why a server cannot use the directory, or ""."""
-        turn = self.variables.client.replacement.turn
-        turn.take()
-        self._turn = turn
+    def prepare(self, *, restoring: bool = False) -> None:
+        """Wait for other saves; send what was changed here, unless it is restored; connect."""
         client, replacement = self.variables.client, self.variables.client.replacement
-        is_known = str(directory) in replacement.checked_directories
+        replacement.turn.take()
+        self._turn = replacement.turn
         try:
             client.await_each_server()
             self.variables.flush(restoring=restoring)
             client.wait_for_writes()
             for server in range(len(client.tasks)):
-                spare = replacement.take_spare(server) if is_known else None
-                is_known = is_known and spare is not None
-                self.connections[server] = spare or replacement.connect_beside(server)
+                self.connections[server] = replacement.beside(server)
         except LOSSES as error:
-            raise lost_in_save(error) from error
-        if is_known:
-            return ""  # the cut itself tells if that has changed
-        replacement.checked_directories.discard(str(directory))
-        asked = messages.MakeCut(variables=(), directory=str(directory), probe=probe)
-        made = self.ask(dict.fromkeys(self.connections, asked))
-        for server, answer in made.items():
-            if answer.refused:
-                return f"{client.tasks[server]}: {answer.refused}"
-        replacement.checked_directories.add(str(directory))
-        return ""
+            raise self.lost(error) from error
+
+    def make_cut(
+        self, directory: Path, probe: str, variables: Mapping[int, Sequence[int]], **more: Any
+    ) -> tuple[dict[int, messages.CutMade], str]:
+        """Have all servers make a cut; return their answers, and why one cannot use the directory, or "".
+
+        Args:
+            directory: of the checkpoints.
+            probe: a file in it, by which servers recognise it.
+            variables: by server.
+            more: by name of a field of the message, its value by server.
+        """
+        made = self.ask(
+            {
+                server: messages.MakeCut(
+                    variables=tuple(variables.get(server, ())),
+                    directory=str(directory),
+                    probe=probe,
+                    **{name: values[server] for name, values in more.items()},
+                )
+                for server in self.connections
+            }
+        )
+        tasks = self.variables.client.tasks
+        refused = (f"{tasks[n]}: {one.refused}" for n, one in made.items() if one.refused)
+        return made, next(refused, "")
+
+    def lost(self, error: Exception, what: str = "") -> ServerLostInSave:
+        """Drop the connections; return the error of a save or restore that failed because of one of `LOSSES`."""
+        for server in self.connections:
+            self.variables.client.replacement.drop_beside(server)
+        if isinstance(error, ParameterServerLost):  # its text is advice for a run that has ended
+            return ServerLostInSave(f"parameter server {error.task} does not answer")
+        return ServerLostInSave(f"{what or 'a parameter server does not answer'}: {error}")
 
     def map_everything(self) -> None:
         """Map the memory of all variables: it outlives its server, and says what a lost one had done.
@@ -212,7 +225,7 @@ class ServerGroup(Owner):
             for remote in list(self.variables._remotes):
                 self.variables.client.map(remote.places)
         except LOSSES as error:
-            raise lost_in_save(error) from error
+            raise self.lost(error) from error
 
     def ask(self, wanted: Mapping[int, Message]) -> dict[int, Any]:
         """Send one request to each server, all at once; return the answers.
@@ -232,7 +245,7 @@ class ServerGroup(Owner):
                 for server, call in calls.items()
             }
         except LOSSES as error:
-            raise lost_in_save(error) from error
+            raise self.lost(error) from error
 
     def follow(
         self,
@@ -243,15 +256,10 @@ class ServerGroup(Owner):
         """Wait until a server has written or read its rows; return its report (see `follow`)."""
         return follow(self.connections[server], progress, urgent=lambda: urgent() or self.is_wanted)
 
-    def keep(self, server: int) -> None:
-        """Keep a connection on which nothing is under way for the next save."""
-        self.variables.client.replacement.keep_spare(server, self.connections.pop(server))
-
     @override
     def close(self) -> None:
-        """Close the connections, and let the next save or restore begin. May be called again."""
-        while self.connections:
-            self.connections.popitem()[1].close()
+        """Let the next save or restore begin. May be called again."""
+        self.connections.clear()
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.give_back()

@@ -28,8 +28,6 @@ from stratagem._checkpoint.server_group import (
     Piece,
     RemoteTensor,
     ServerGroup,
-    ServerLostInSave,
-    lost_in_save,
     pieces_of,
     say_once,
     strategies_of,
@@ -74,24 +72,11 @@ class ServerCut(Owner):
         deltas: DeltaBase | None = None,
     ) -> None:
         self.group = group
-        self._made: dict[int, messages.CutMade] = group.ask(
-            {
-                server: messages.MakeCut(
-                    variables=tuple(variables.get(server, ())),
-                    directory=str(directory),
-                    probe=probe,
-                    track=deltas is not None,
-                    base=0 if deltas is None else deltas.cut_of(group.variables, server),
-                )
-                for server in group.connections
-            }
-        )
-        for server, made in self._made.items():
-            if made.refused:
-                group.variables.client.replacement.checked_directories.clear()
-                raise ServerLostInSave(
-                    f"{group.variables.client.tasks[server]} does not use {directory}: {made.refused}"
-                )
+        more: dict[str, Any] = {}
+        if deltas is not None:
+            bases = {one: deltas.cut_of(group.variables, one) for one in group.connections}
+            more = {"track": dict.fromkeys(bases, True), "base": bases}
+        self._made, self.refused = group.make_cut(directory, probe, variables, **more)
         self._items: dict[tuple[int, int], list[StateRecord]] = {}
         for made in self._made.values():
             for item in made.items:
@@ -240,8 +225,7 @@ class ServerCut(Owner):
                 connection.request(messages.EndCut(cut=self._made[server].cut))
             except LOSSES as error:
                 _log.debug("%s did not end its cut: %s", connection.task, error)
-            else:
-                self.group.keep(server)
+                self.group.lost(error)
         self.group.close()
 
 
@@ -320,7 +304,7 @@ class ServerWriter:
             connection.request(order)
             report = self._group.follow(self._server, progress, self._urgent)
         except LOSSES as error:
-            raise lost_in_save(error, f"{connection.task} did not write its rows") from error
+            raise self._group.lost(error, f"{connection.task} did not write its rows") from error
         size = path.stat().st_size
         if size != report.size:
             raise CheckpointError(
@@ -378,17 +362,18 @@ def make_cuts(
         group = ServerGroup(strategy)
         try:
             with probe_in(directory) as probe:
-                refused = group.prepare(directory, probe)
-                if refused:
-                    say_once(strategy, "saved", refused)
-                    group.close()
-                    continue
+                group.prepare()
                 variables: dict[int, list[int]] = {}
                 group.map_everything()
                 for tensor in wanted(group):
                     for piece in tensor.pieces:
                         variables.setdefault(piece.server, []).append(piece.variable)
-                cuts.append(ServerCut(group, variables, directory, probe, deltas))
+                cut = ServerCut(group, variables, directory, probe, deltas)
+            if cut.refused:
+                say_once(strategy, "saved", cut.refused)
+                cut.close()
+            else:
+                cuts.append(cut)
         except BaseException:
             group.close()
             for cut in cuts:

@@ -19,7 +19,6 @@ from stratagem._checkpoint.server_group import (
     ServerGroup,
     frozen,
     layout_of,
-    lost_in_save,
     pieces_of,
     say_once,
     strategies_of,
@@ -53,7 +52,8 @@ class ServerReads(Owner):
             for strategy in strategies_of(values):
                 group = ServerGroup(strategy)
                 self._groups.append(group)
-                refused = group.prepare(path.resolve(), NAME, restoring=True)
+                group.prepare(restoring=True)
+                _, refused = group.make_cut(path.resolve(), NAME, {})
                 if refused:
                     say_once(strategy, "restored", refused)
                     self._groups.remove(group)
@@ -225,12 +225,12 @@ class ServerReads(Owner):
                 if not verify:
                     self.points.append((group.variables, _point(group, *chain[0], orders)))
             except LOSSES as error:
-                raise lost_in_save(error, "a parameter server did not read its rows") from error
+                raise group.lost(error, "a parameter server did not read its rows") from error
         return moved
 
     @override
     def close(self) -> None:
-        """Close the connections. May be called again."""
+        """Let the next save or restore begin. May be called again."""
         for group in self._groups:
             group.close()
 
@@ -240,16 +240,10 @@ def _point(
 ) -> RecoveryPoint:
     """Return what lost servers can be restored from, now that all of them have read the checkpoint."""
     group.map_everything()
-    made = group.ask(
-        {
-            server: messages.MakeCut(
-                variables=tuple({part.variable for part in order.parts}),
-                directory=str(path.resolve()),
-                probe=NAME,
-            )
-            for server, order in orders.items()
-        }
-    )
+    variables = {
+        server: [part.variable for part in order.parts] for server, order in orders.items()
+    }
+    made, _ = group.make_cut(path.resolve(), NAME, variables)
     group.ask({server: messages.EndCut(cut=one.cut) for server, one in made.items()})
     facts = {server: one.facts for server, one in made.items()}
     return RecoveryPoint(manifest.step, str(path), time.monotonic(), orders, facts)

@@ -34,12 +34,18 @@ METADATA = ".metadata"
 COORDINATOR = "coordinator.pt"
 BLOCK_SUFFIX = ".distcp"
 
+_PLAIN = (
+    *("step", "serial", "identity", "created", "final", "parent", "parent_identity"),
+    *("metrics", "job"),
+)
+"""Fields that are in the text as they are."""
+
 _OPENING = '{"crc32": "'
 _MIDDLE = '", "manifest": '
 _CLOSING = "}\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredTensor:
     """Type and shape of one tensor of a checkpoint.
 
@@ -86,7 +92,7 @@ class StoredTensor:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredFile:
     """Size and checksum of one file.
 
@@ -163,50 +169,26 @@ def to_text(manifest: Manifest) -> str:
         >>> from_text(to_text(manifest), "manifest.json") == manifest
         True
     """
-    names = list(manifest.tensors)
-    files = list(manifest.files)
-    tensor_number = {name: number for number, name in enumerate(names)}
+    tensors, files = list(manifest.tensors), list(manifest.files)
+    tensor_number = {name: number for number, name in enumerate(tensors)}
     file_number = {name: number for number, name in enumerate(files)}
     body = {
         "format": FORMAT,
-        "step": manifest.step,
-        "serial": manifest.serial,
-        "identity": manifest.identity,
-        "created": manifest.created,
-        "final": manifest.final,
-        "parent": manifest.parent,
-        "parent_identity": manifest.parent_identity,
-        "metrics": dict(manifest.metrics),
-        "job": manifest.job,
-        "files": {
-            name: {"bytes": file.bytes, "crc32": file.crc32, "facts": dict(file.facts)}
-            for name, file in manifest.files.items()
-        },
-        "tensors": {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "same_as": tensor.same_as,
-                "per_shard": tensor.per_shard,
-                **({"has_holes": True} if tensor.has_holes else {}),
-            }
-            for name, tensor in manifest.tensors.items()
-        },
+        **{name: getattr(manifest, name) for name in _PLAIN},
+        "files": {name: vars(file) for name, file in manifest.files.items()},
+        "tensors": {name: vars(tensor) for name, tensor in manifest.tensors.items()},
         # Numbers into "tensors" and "files": there may be thousands of blocks.
         "blocks": [
             [
                 tensor_number[block.tensor],
                 file_number[block.file],
-                block.offset,
-                block.start,
-                block.rows,
-                block.crc32,
+                *(block.offset, block.start, block.rows, block.crc32),
                 *([block.ids_offset, block.ids_crc32] if block.is_scattered else []),
             ]
             for block in manifest.blocks
         ],
     }
-    text = json.dumps(body, indent=None, separators=(",", ":"), allow_nan=True)
+    text = json.dumps(body, separators=(",", ":"), default=dict)
     return f"{_OPENING}{zlib.crc32(text.encode()):08x}{_MIDDLE}{text}{_CLOSING}"
 
 
@@ -232,27 +214,10 @@ def from_text(text: str, path: str) -> Manifest:
         )
     names, files = list(body["tensors"]), list(body["files"])
     return Manifest(
-        step=body["step"],
-        serial=body["serial"],
-        identity=body["identity"],
-        created=body["created"],
-        final=body["final"],
-        parent=body["parent"],
-        parent_identity=body["parent_identity"],
-        metrics=body["metrics"],
-        job=body.get("job", ""),
-        files={
-            name: StoredFile(file["bytes"], file["crc32"], file["facts"])
-            for name, file in body["files"].items()
-        },
+        **{name: body[name] for name in _PLAIN if name in body},
+        files={name: StoredFile(**file) for name, file in body["files"].items()},
         tensors={
-            name: StoredTensor(
-                tensor["dtype"],
-                tuple(tensor["shape"]),
-                tensor["same_as"],
-                tensor["per_shard"],
-                tensor.get("has_holes", False),
-            )
+            name: StoredTensor(**{**tensor, "shape": tuple(tensor["shape"])})
             for name, tensor in body["tensors"].items()
         },
         blocks=tuple(

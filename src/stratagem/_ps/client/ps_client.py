@@ -476,7 +476,7 @@ class PsClient(Owner):
     def _disconnect(self) -> None:
         for connection in self._connections:
             connection.close()
-        self.replacement.close_spare()
+        self.replacement.close_beside()
         self._control.close()
         self._mappings.close()
         self.outbox.close()

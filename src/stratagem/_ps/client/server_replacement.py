@@ -5,7 +5,6 @@ Nothing here takes the client's lock: a thread that waits for the lost server ma
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,14 +45,10 @@ class ServerReplacement:
         self.restored = 0
         """Number of servers that got older variables."""
         self._recovery: Callable[[Exception], bool] | None = None
-        self._spare: dict[int, ServerConnection] | None = {}  # None after the end
-        self._spare_lock = (
-            threading.Lock()
-        )  # a save and the end of the client are different threads
+        self._beside: dict[int, ServerConnection] = {}
+        self._has_ended = False
         self.turn = TransferTurn()
         """Of saves and restores of these servers; a lost server is restored out of turn."""
-        self.checked_directories: set[str] = set()
-        """Directories of checkpoints that all servers may use."""
         self._left: dict[int, dict[int, int]] = {}  # last versions, see `leave`
         self._fences: dict[str, int] = {}
         self._optimizers: dict[tuple[int, int], messages.CreateOptimizer] = {}
@@ -80,29 +75,27 @@ class ServerReplacement:
         connection.open(timeout_s=timeout_s or attempt_limit_s())
         return connection
 
-    def take_spare(self, server: int) -> ServerConnection | None:
-        """Return a connection that `keep_spare` got, if it leads to the process that has the variables now."""
-        with self._spare_lock:
-            spare = None if self._spare is None else self._spare.pop(server, None)
-        if spare is not None and not self.is_current(server, spare):
-            spare.close()
-            return None
-        return spare
+    def beside(self, server: int) -> ServerConnection:
+        """Return the connection to a server that saves and restores use in turn: opening one takes several round trips."""
+        known = self._beside.get(server)
+        if known is None or not self.is_current(server, known):
+            self.drop_beside(server)
+            known = self._beside[server] = self.connect_beside(server)
+            if self._has_ended:  # meanwhile: the client and a save have different threads
+                self.close_beside()
+        return known
 
-    def keep_spare(self, server: int, connection: ServerConnection) -> None:
-        """Keep a connection for the next save: opening one takes several round trips."""
-        with self._spare_lock:
-            if self._spare is not None and server not in self._spare:
-                self._spare[server] = connection
-                return
-        connection.close()
+    def drop_beside(self, server: int) -> None:
+        """Close a connection of `beside` that may be broken."""
+        known = self._beside.pop(server, None)
+        if known is not None:
+            known.close()
 
-    def close_spare(self) -> None:
-        """Close the connections that were kept, and keep no more."""
-        with self._spare_lock:
-            spare, self._spare = self._spare or {}, None
-        for connection in spare.values():
-            connection.close()
+    def close_beside(self) -> None:
+        """Close the connections of `beside`: the client ends."""
+        self._has_ended = True
+        for server in list(self._beside):
+            self.drop_beside(server)
 
     def connect_process(self, process: int, *, timeout_s: float) -> ServerConnection:
         """Return a connection to a process that enters no session; the caller closes it."""

@@ -105,6 +105,7 @@ GATES: dict[str, set[str]] = {
         "_wire/message_base.py",
         "_wire/messages.py",
         "_wire/server_messages.py",
+        "_wire/checkpoint_messages.py",
         "_wire/codec.py",
     },
     "cloudpickle": {

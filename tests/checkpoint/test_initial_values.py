@@ -231,6 +231,6 @@ def test_values_that_nothing_was_restored_into_are_computed_at_the_first_use() -
     store.initialise(1, [AT_FIRST_USE, InitOp("fill", (3.0,)), InitOp("fill_row", (0.0, 1.0))])
     assert store.version(1) == 1
     [block] = exported(store)
-    assert block.tensor.tolist() == [[1.0, 1.0], *[[3.0, 3.0]] * 3]
+    assert block.rows.tolist() == [[1.0, 1.0], *[[3.0, 3.0]] * 3]
     assert store.scatter(1, "add", torch.tensor([0]), torch.ones(1, 2)) == 2
     assert store.read(1)[0].tolist() == [2.0, 2.0]

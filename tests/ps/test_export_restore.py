@@ -75,9 +75,7 @@ def everything(store: VariableStore) -> tuple[StoreManifest, dict[tuple[Any, ...
     """The manifest, and all tensors by where they belong."""
     found: dict[tuple[Any, ...], list[Tensor]] = {}
     for block in exported(store):
-        found.setdefault((block.kind, block.variable, block.key, block.optimizer), []).append(
-            block.tensor
-        )
+        found.setdefault((block.variable, block.key, block.optimizer), []).append(block.rows)
     return store.describe(), {key: torch.cat(parts) for key, parts in found.items()}
 
 
@@ -122,8 +120,11 @@ def test_a_class_of_the_users_is_restored_too() -> None:
 
 def rows_of(block: Block, start: int, stop: int) -> Block:
     """Return the rows of a block from `start` to `stop`."""
-    rows = block.tensor[start - block.start : stop - block.start]
-    return block._replace(start=start, stop=stop, tensor=rows)
+    return block._replace(start=start, rows=block.rows[start - block.start : stop - block.start])
+
+
+def end_of(block: Block) -> int:
+    return block.start + len(block.rows)
 
 
 def test_blocks_may_have_any_ranges_and_come_in_any_order() -> None:
@@ -133,8 +134,8 @@ def test_blocks_may_have_any_ranges_and_come_in_any_order() -> None:
     assert len(blocks) >= 20
     cut: list[Block] = []
     for block in blocks:
-        middle = (block.start + block.stop + 1) // 2
-        cut += [rows_of(block, block.start, middle), rows_of(block, middle, block.stop)]
+        middle = (block.start + end_of(block) + 1) // 2
+        cut += [rows_of(block, block.start, middle), rows_of(block, middle, end_of(block))]
     random.Random(1).shuffle(cut)
     fill(restored, store.describe(), cut)
     assert_same(store, restored)
@@ -153,16 +154,16 @@ def test_one_store_becomes_two_and_two_become_one() -> None:
                 continue
             if block.key == "step":
                 shard.write_block(block)
-            elif max(block.start, start) < min(block.stop, stop):
-                mine = rows_of(block, max(block.start, start), min(block.stop, stop))
-                shard.write_block(mine._replace(start=mine.start - start, stop=mine.stop - start))
+            elif max(block.start, start) < min(end_of(block), stop):
+                mine = rows_of(block, max(block.start, start), min(end_of(block), stop))
+                shard.write_block(mine._replace(start=mine.start - start))
     together = VariableStore()
     together.create(1, "v1", (7, 3), torch.float32)
     together.create_optimizer(4, "torch.optim.Adagrad", [GroupSpec((1,), {"lr": 0.1})])
     for shard, offset in zip(shards, (0, at), strict=True):
         for block in exported(shard):
             moved = 0 if block.key == "step" else offset
-            together.write_block(block._replace(start=block.start + moved, stop=block.stop + moved))
+            together.write_block(block._replace(start=block.start + moved))
     for key, tensor in everything(together)[1].items():
         assert torch.equal(tensor, everything(whole)[1][key]), key
 

@@ -6,11 +6,9 @@ another one may have it as backup. The primary forwards every message that chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from stratagem._wire.checkpoint_messages import LedgerRecord, StateRecord
 from stratagem._wire.message_base import Message, Record, TensorRef
-from stratagem._wire.server_messages import GroupSpec, InitOp, Setting, StateRecord
+from stratagem._wire.server_messages import GroupSpec, InitOp, Setting
 
 
 class SetBackup(Message, frozen=True):
@@ -75,13 +73,19 @@ class OptimizerRecord(Record, frozen=True):
     attributes: dict[str, Setting]
 
 
-class ReplicaState(Message, frozen=True):
-    """Begin of a shard's state: everything but rows. Replaces what the backup had."""
+class StoreManifest(Record, frozen=True):
+    """Everything a store holds but the rows of its tensors."""
 
     variables: tuple[VariableRecord, ...]
     optimizers: tuple[OptimizerRecord, ...]
     state: tuple[StateRecord, ...]
-    ledger: Mapping[str, Any]
+    ledger: LedgerRecord
+
+
+class ReplicaState(Message, frozen=True):
+    """Begin of a shard's state: everything but rows. Replaces what the backup had."""
+
+    manifest: StoreManifest
     deleted: tuple[tuple[int, int], ...] = ()
 
 
@@ -90,7 +94,6 @@ class ReplicaRows(Message, frozen=True):
 
     variable: int
     start: int
-    stop: int
     rows: TensorRef
     optimizer: int = 0
     key: str = ""

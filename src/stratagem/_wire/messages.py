@@ -1,6 +1,6 @@
 """All messages between processes, and their encoding.
 
-The messages are defined in `message_base.py`, `server_messages.py`, `key_messages.py`, `job_messages.py`, `backup_messages.py` and `worker_messages.py`, one frozen
+The messages are defined in `message_base.py`, `server_messages.py`, `checkpoint_messages.py`, `key_messages.py`, `job_messages.py`, `backup_messages.py` and `worker_messages.py`, one frozen
 tagged struct each; this module exports them all. A new message needs only its struct. A message names a tensor by a
 `TensorRef`; `codec.py` converts one into the other.
 
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from stratagem._wire.backup_messages import *  # noqa: F403
+from stratagem._wire.checkpoint_messages import *  # noqa: F403
 from stratagem._wire.frames import RawFrame
 from stratagem._wire.job_messages import *  # noqa: F403
 from stratagem._wire.key_messages import *  # noqa: F403

@@ -207,7 +207,8 @@ def _fill(
         follow(connection, lambda moved: progress() if moved else None, read_stall_s())
     ledger = point.facts_of(server).get("ledger")
     if ledger:
-        connection.request(messages.RestoreLedger(ledger=ledger))
+        record = messages.LedgerRecord.from_text(ledger)
+        connection.request(messages.RestoreLedger(ledger=record))
     for sequence, number in enumerate(sorted(copies.keys() & places.keys() - saved), 1):
         outgoing = Outgoing()
         ref = outgoing.add(copies[number].detach())

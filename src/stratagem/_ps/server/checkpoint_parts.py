@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from stratagem._ps.blocks.manifest import Manifest
 from stratagem._ps.server.cut import Cut
 from stratagem._ps.server.save_pace import SavePace
 from stratagem._ps.server.store import VariableStore
-from stratagem._ps.store_records import LedgerRecord
 from stratagem._ps.types import StateEntry
 from stratagem._wire import codec, messages
 from stratagem._wire.messages import PartRef, StateRecord, StoredBlock
@@ -103,7 +102,7 @@ class SessionCheckpoints(Owner):
         items = tuple(one for one in described.state if one.variable in wanted)
         facts = {
             "versions": {str(number): v for number, v in self._store.versions(wanted).items()},
-            "ledger": plain_ledger(described.ledger),
+            "ledger": described.ledger.text(),
         }
         changed = {variable: len(ids) for variable, ids in self._changed.items()}
         used = {one: sum(last - first for first, last in r) for one, r in self._used.items()}
@@ -418,26 +417,3 @@ class _Transfer:
             self._result = messages.Transfer(
                 moved=self.moved, done=True, size=size, crc32=crc32, blocks=blocks
             )
-
-
-def ledger_from(plain: Mapping[str, Any]) -> LedgerRecord:
-    """Return the record that `plain_ledger` was given."""
-    applied, duplicates, fenced = plain["counts"]
-    return LedgerRecord(
-        {worker: (pair[0], pair[1]) for worker, pair in plain["last"].items()},
-        dict(plain["lowest"]),
-        tuple((closure, block, bytes.fromhex(bits)) for closure, block, bits in plain["closures"]),
-        tuple((one[0], one[1]) for one in plain["finished"]),
-        (applied, duplicates, fenced),
-    )
-
-
-def plain_ledger(record: LedgerRecord) -> dict[str, Any]:
-    """Return a ledger's record as JSON can hold it."""
-    return {
-        "last": {worker: list(pair) for worker, pair in record.last.items()},
-        "lowest": dict(record.lowest),
-        "closures": [[closure, block, bits.hex()] for closure, block, bits in record.closures],
-        "finished": [list(one) for one in record.finished],
-        "counts": list(record.counts),
-    }

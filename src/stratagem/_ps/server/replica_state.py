@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from stratagem._core.key_index import IndexRecord
-from stratagem._ps.server.checkpoint_parts import ledger_from, plain_ledger
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.store_state import exported
-from stratagem._ps.store_records import Block, StoreManifest
+from stratagem._ps.store_records import Block
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.frames import Buffer
@@ -31,27 +30,12 @@ Sent: TypeAlias = tuple[Message, Sequence[Buffer]]
 def state_messages(session: Session) -> Iterator[Sent]:
     """Yield the messages that give a backup the state of a session, which must not change meanwhile."""
     store = session.store
-    manifest = store.describe()
-    yield (
-        messages.ReplicaState(
-            variables=manifest.variables,
-            optimizers=manifest.optimizers,
-            state=manifest.state,
-            ledger=plain_ledger(manifest.ledger),
-            deleted=session.deleted.ranges,
-        ),
-        (),
-    )
+    yield messages.ReplicaState(store.describe(), session.deleted.ranges), ()
     for block in exported(store, BLOCK_BYTES):
         outgoing = Outgoing()
-        rows = outgoing.add(block.tensor)
+        rows = outgoing.add(block.rows)
         message: Message = messages.ReplicaRows(
-            variable=block.variable,
-            start=block.start,
-            stop=block.stop,
-            rows=rows,
-            optimizer=block.optimizer,
-            key=block.key,
+            block.variable, block.start, rows, block.optimizer, block.key
         )
         yield message, outgoing.buffers
     for variable, record in store.keyed.records():
@@ -66,27 +50,15 @@ def state_messages(session: Session) -> Iterator[Sent]:
 
 def begin_state(session: Session, message: messages.ReplicaState) -> None:
     """Create everything in an empty backup; its rows follow."""
-    manifest = StoreManifest(
-        message.variables, message.optimizers, message.state, ledger_from(message.ledger)
-    )
     session.deleted.merge(message.deleted)
-    session.restore(manifest)
+    session.restore(message.manifest)
 
 
 def write_state_rows(session: Session, message: messages.ReplicaRows, frame: Frame) -> None:
     """Write rows of a backup's state."""
     rows = codec.tensor_from(message.rows, frame)
-    session.store.write_block(
-        Block(
-            "optimizer" if message.key else "variable",
-            message.variable,
-            message.key,
-            message.start,
-            message.stop,
-            rows,
-            message.optimizer,
-        )
-    )
+    block = Block(message.variable, message.start, rows, message.optimizer, message.key)
+    session.store.write_block(block)
 
 
 def write_state_keys(session: Session, message: messages.ReplicaKeys, frame: Frame) -> None:

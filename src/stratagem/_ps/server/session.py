@@ -21,7 +21,6 @@ from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.server.checkpoint_parts import (
     CheckpointAccess,
     SessionCheckpoints,
-    ledger_from,
 )
 from stratagem._ps.server.client_memory import ClientMemory, PreparedWrite, Touched
 from stratagem._ps.server.ledger import Admission
@@ -437,7 +436,7 @@ class Session:
         return _OK
 
     def _restore_ledger(self, message: messages.RestoreLedger, _: Frame, __: ClientMemory) -> Reply:
-        self.store.restore_ledger(ledger_from(message.ledger))
+        self.store.restore_ledger(message.ledger)
         return _OK
 
     def _ask_transfer(self, message: messages.AskTransfer, _: Frame, __: ClientMemory) -> Reply:

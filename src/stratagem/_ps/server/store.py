@@ -429,11 +429,11 @@ class VariableStore:
 
     def write_block(self, block: Block) -> None:
         """Write rows of a value or of optimizer state; no version counts it."""
-        if block.kind == "variable":
+        if not block.key:
             stored = self.find(block.variable)
-            copy_rows(block.tensor, stored.tensor, block.start, repr(stored.name))
+            copy_rows(block.rows, stored.tensor, block.start, repr(stored.name))
         else:
-            entry = StateEntry(variable=block.variable, key=block.key, value=block.tensor)
+            entry = StateEntry(variable=block.variable, key=block.key, value=block.rows)
             self.write_optimizer_rows(block.optimizer, entry, block.start)
 
     def close(self) -> None:

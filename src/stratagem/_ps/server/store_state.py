@@ -39,22 +39,22 @@ def exported(store: VariableStore, block_bytes: int | None = None) -> Iterator[B
     """
     for number in store.versions():
         ranges = store.keyed.ranges(number)
-        for start, stop, rows in _row_blocks(store.read(number), block_bytes, ranges):
-            yield Block("variable", number, "", start, stop, rows)
+        for start, rows in _row_blocks(store.read(number), block_bytes, ranges):
+            yield Block(number, start, rows)
     for number in store.optimizers:
         for entry in store.optimizer_state(number):
             if isinstance(entry.value, Tensor):
                 ranges = store.keyed.ranges(entry.variable) if entry.value.dim() else None
-                for start, stop, rows in _row_blocks(entry.value, block_bytes, ranges):
-                    yield Block("optimizer", entry.variable, entry.key, start, stop, rows, number)
+                for start, rows in _row_blocks(entry.value, block_bytes, ranges):
+                    yield Block(entry.variable, start, rows, number, entry.key)
 
 
 def _row_blocks(
     tensor: Tensor, block_bytes: int | None, ranges: Sequence[tuple[int, int]] | None = None
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (start, stop, rows) of a tensor; one without axes is one row. `ranges`: the rows to yield, by default all."""
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield first row and rows of a tensor; one without axes is one row. `ranges`: the rows to yield, by default all."""
     whole = tensor.to_dense() if tensor.is_sparse else tensor
     rows = whole if whole.dim() else whole.reshape(1)
     for low, high in [(0, rows.shape[0])] if ranges is None else ranges:
         for start, count in row_pieces(high - low, rows[low:high].nbytes, block_bytes):
-            yield low + start, low + start + count, rows[low + start : low + start + count]
+            yield low + start, rows[low + start : low + start + count]

@@ -25,6 +25,7 @@ from stratagem._data.readers import Bad, LineReader, Reader, TFRecordReader, wri
 from stratagem._data.row_ranges import RowRange
 from stratagem._data.seeds import ElementRng
 from stratagem._data.specs import ObjectSpec, PerReplicaSpec, TensorSpec
+from stratagem._data.table_readers import CsvReader, NumpyReader, ParquetReader
 from stratagem._data.tfrecord_format import Feature
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "AutoShardPolicy",
     "Bad",
     "ColumnOptions",
+    "CsvReader",
     "Dataset",
     "DatasetIterator",
     "DistributeOptions",
@@ -43,9 +45,11 @@ __all__ = [
     "ElementRng",
     "Feature",
     "LineReader",
+    "NumpyReader",
     "ObjectSpec",
     "OptionalElement",
     "Options",
+    "ParquetReader",
     "PerReplicaSpec",
     "Ragged",
     "Reader",

@@ -5,10 +5,22 @@ from __future__ import annotations
 import gzip
 import struct
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 import stratagem as sg
-from stratagem.data import Bad, Dataset, LineReader, Reader, TFRecordReader, write_tfrecords
+from stratagem.data import (
+    Bad,
+    CsvReader,
+    Dataset,
+    LineReader,
+    Reader,
+    TFRecordReader,
+    write_tfrecords,
+)
 
 
 def test_lines(tmp_path):
@@ -29,6 +41,53 @@ def test_list_files_is_sorted_and_interleaves(tmp_path):
     assert [path[-5] for path in files] == ["a", "b", "c"]
     rows = files.interleave(Dataset.from_files, cycle_length=3)
     assert list(rows) == ["a1", "b1", "c1", "a2", "b2", "c2"]
+
+
+def test_csv_types_come_from_the_first_row_or_from_the_user(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('id,score,name\n1,0.5,"x, y"\n2,2,z\n')
+    first, second = Dataset.from_files(path)
+    assert first["id"].dtype is torch.int64
+    assert first["score"].dtype is torch.float32
+    assert first["name"] == "x, y"
+    assert second["score"].item() == 2.0
+    chosen = Dataset.from_files(
+        path, CsvReader(dtypes={"id": torch.float64, "name": "str"}, select=["id"])
+    )
+    assert [dict(r) for r in chosen] == [{"id": torch.tensor(1.0)}, {"id": torch.tensor(2.0)}]
+    bare = tmp_path / "bare.csv"
+    bare.write_text("1;true\n2;false\n")
+    reader = CsvReader(header=False, columns=["n", "b"], delimiter=";", dtypes={"b": torch.bool})
+    assert [bool(r["b"]) for r in Dataset.from_files(bare, reader)] == [True, False]
+
+
+def test_numpy_files(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(6).reshape(3, 2))
+    assert [x.tolist() for x in Dataset.from_files(tmp_path / "a.npy")] == [[0, 1], [2, 3], [4, 5]]
+    np.savez(tmp_path / "b.npz", x=np.arange(2), y=np.ones((2, 3), dtype=np.float32))
+    rows = list(Dataset.from_files(tmp_path / "b.npz"))
+    assert [int(r["x"]) for r in rows] == [0, 1]
+    assert rows[0]["y"].shape == (3,)
+
+
+def test_parquet_files_by_row_group(tmp_path):
+    table = pa.table(
+        {"u": list(range(10)), "t": [f"n{i}" for i in range(10)], "v": [[i, i] for i in range(10)]}
+    )
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    dataset = Dataset.from_files(tmp_path / "a.parquet")
+    rows = list(dataset)
+    assert [int(r["u"]) for r in rows] == list(range(10))
+    assert rows[4]["t"] == "n4"
+    assert rows[4]["v"].tolist() == [4, 4]
+    only = Dataset.from_files(tmp_path / "a.parquet", sg.data.ParquetReader(columns=["u"]))
+    assert list(next(iter(only))) == ["u"]
+    iterator = iter(dataset)
+    for _ in range(7):
+        next(iterator)
+    resumed = iter(Dataset.from_files(tmp_path / "a.parquet"))
+    resumed.load_state_dict(iterator.state_dict())
+    assert [int(r["u"]) for r in resumed] == [7, 8, 9]
 
 
 def test_tfrecords_written_by_the_definition_are_read(tmp_path):
@@ -117,10 +176,19 @@ def test_missing_files(tmp_path):
         Dataset.from_files([])
 
 
-def test_damaged_text_is_skipped_by_record(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"ok\n\xff\xfe\nok\n")
-    with pytest.raises(sg.errors.CorruptRecord, match="not utf-8") as caught:
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.csv", b"x,y\n1,2\n3\n5,6\n", "1 fields instead of 2"),
+        ("a.csv", b"x,y\n1,2\n3,oops\n5,6\n", "column 'y': 'oops' is not"),
+        ("a.csv", b"x,y\na,2\n\xff,3\nb,6\n", "column 'x'"),
+        ("a.txt", b"ok\n\xff\xfe\nok\n", "not utf-8"),
+    ],
+)
+def test_damaged_text_is_skipped_by_record(tmp_path, name, content, reason):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(sg.errors.CorruptRecord, match=reason) as caught:
         list(Dataset.from_files(path))
     assert caught.value.record == 1
     iterator = iter(Dataset.from_files(path, on_error="skip"))
@@ -128,10 +196,18 @@ def test_damaged_text_is_skipped_by_record(tmp_path):
         assert len(list(iterator)) == 2
 
 
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.parquet", "a.csv.gz", "a.txt.gz"])
+def test_garbage_instead_of_a_file(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"garbage" * 10)
+    with pytest.raises(sg.errors.CorruptRecord, match=name):
+        list(Dataset.from_files(path))
+
+
 def test_positions_in_files_with_skips(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"1\n\xff\n3\n4\n\xff\n6\n")
-    build = lambda: Dataset.from_files([path, path], on_error="skip").map(int)
+    path = tmp_path / "a.csv"
+    path.write_text("x\n1\nbad\n3\n4\nbad\n6\n")
+    build = lambda: Dataset.from_files([path, path], on_error="skip").map(lambda r: r["x"])
     iterator = iter(build())
     first = [int(next(iterator)) for _ in range(3)]
     resumed = iter(build())
@@ -141,16 +217,11 @@ def test_positions_in_files_with_skips(tmp_path):
     assert first + rest == [1, 3, 4, 6, 1, 3, 4, 6]
 
 
-def test_tables_have_readers_of_their_own(tmp_path):
-    with pytest.raises(ValueError, match=r"have no default reader.* from_csv.* unbatch"):
-        Dataset.from_files(tmp_path / "a.csv")
-
-
-def test_garbage_instead_of_a_compressed_file(tmp_path):
-    path = tmp_path / "a.txt.gz"
-    path.write_bytes(b"garbage" * 10)
-    with pytest.raises(sg.errors.CorruptRecord, match=r"a.txt.gz"):
-        list(Dataset.from_files(path))
+def test_files_without_a_reader_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"'.bin' have no default reader; give reader= one of"):
+        Dataset.from_files(tmp_path / "a.bin")
+    with pytest.raises(ValueError, match=r"reader='tsv' is not a reader; expected a Reader"):
+        Dataset.from_files(tmp_path / "a.bin", "tsv")
 
 
 def test_own_readers(tmp_path):

@@ -160,16 +160,17 @@ class DatasetSources(ABC):
 
         Args:
             patterns: a path or pattern, or a list of them.
-            reader: a `Reader`, or "lines" or "tfrecord"; by default the file names decide.
+            reader: a `Reader`, or "lines", "csv", "numpy", "parquet" or "tfrecord"; by default the file names
+                decide. For large tables use `from_csv`, `from_numpy` or `from_parquet`, which read columns.
             on_error: "raise", or "skip" to skip unreadable records and files. The iterator's ``skipped``
                 lists them, and a warning at the end counts them.
 
         Example:
             >>> import stratagem as sg, pathlib, tempfile
-            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
-            >>> _ = path.write_text("one\ntwo\n")
-            >>> list(sg.data.Dataset.from_files(path))
-            ['one', 'two']
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.csv")
+            >>> _ = path.write_text("x\n1\nbad\n3\n")
+            >>> [int(r["x"]) for r in sg.data.Dataset.from_files(path).take(1)]
+            [1]
         """
         paths = expand(patterns)
         return cls(FilesNode(paths, reader_for(reader, paths), on_error))

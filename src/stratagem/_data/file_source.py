@@ -19,6 +19,7 @@ from stratagem._data.node import Node
 from stratagem._data.readers import Bad, LineReader, Reader, TFRecordReader
 from stratagem._data.row_numbers import IndexedSource
 from stratagem._data.sources import Closable
+from stratagem._data.table_readers import CsvReader, NumpyReader, ParquetReader
 from stratagem.errors import CorruptRecord, MissingFile
 
 OnError = Literal["raise", "skip"]
@@ -61,8 +62,22 @@ def expand(patterns: Any) -> tuple[str, ...]:
     return tuple(paths)
 
 
-_BY_NAME: dict[str, Reader] = {"lines": LineReader(), "tfrecord": TFRecordReader()}
-_BY_SUFFIX = {".txt": "lines", ".tfrecord": "tfrecord", ".tfrecords": "tfrecord"}
+_BY_NAME: dict[str, Reader] = {
+    "lines": LineReader(),
+    "csv": CsvReader(),
+    "numpy": NumpyReader(),
+    "parquet": ParquetReader(),
+    "tfrecord": TFRecordReader(),
+}
+_BY_SUFFIX = {
+    ".txt": "lines",
+    ".csv": "csv",
+    ".npy": "numpy",
+    ".npz": "numpy",
+    ".parquet": "parquet",
+    ".tfrecord": "tfrecord",
+    ".tfrecords": "tfrecord",
+}
 
 
 def reader_for(choice: Reader | str | None, paths: Sequence[str]) -> Reader:
@@ -76,13 +91,12 @@ def reader_for(choice: Reader | str | None, paths: Sequence[str]) -> Reader:
         if len(found) != 1 or None in found:
             raise ValueError(
                 f"files ending in {', '.join(sorted(map(repr, suffixes)))} have no default reader; give reader= "
-                f"one of {names}, or a Reader. Read tables with from_parquet, from_csv, from_arrow or from_numpy; "
-                "unbatch() gives their rows."
+                f"one of {names}, or a Reader"
             )
         (choice,) = found
     if choice not in _BY_NAME:
         raise ValueError(
-            f"reader={choice!r} is not a reader; expected a Reader such as sg.data.LineReader(), or one of {names}"
+            f"reader={choice!r} is not a reader; expected a Reader such as sg.data.CsvReader(), or one of {names}"
         )
     return _BY_NAME[choice]
 

@@ -88,12 +88,8 @@ _TAIL = struct.Struct("<I")
 
 @functools.cache
 def _crc32c() -> Callable[[bytes], int]:
-    try:
-        import google_crc32c
-    except ImportError as error:
-        raise ImportError(
-            "TFRecord files need google-crc32c, which is not installed: pip install 'stratagem[parquet]'"
-        ) from error
+    import google_crc32c  # only here: most programs read no TFRecord files
+
     return cast("Callable[[bytes], int]", google_crc32c.value)
 
 
@@ -105,7 +101,7 @@ def _masked(crc: int) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TFRecordReader(Reader):
-    """Reader of TFRecord files: records as `bytes`. Decode them in a `map`. Needs ``stratagem[parquet]``.
+    """Reader of TFRecord files: records as `bytes`. Decode them in a `map`.
 
     ::
 
@@ -151,7 +147,7 @@ class TFRecordReader(Reader):
 
 
 def write_tfrecords(path: str | Path, records: Sequence[bytes]) -> None:
-    """Write a TFRecord file. Needs ``stratagem[parquet]``.
+    """Write a TFRecord file.
 
     Example:
         >>> import stratagem as sg, pathlib, tempfile

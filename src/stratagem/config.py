@@ -249,11 +249,6 @@ def shared_memory_allowed() -> bool:
     return _switch("STRATAGEM_SHARED_MEMORY", "share memory wherever tasks run on one host")
 
 
-def row_kernels_allowed() -> bool:
-    """Return whether kernels in C for rows of tables may be used; ``STRATAGEM_ROW_KERNELS=0`` forbids it."""
-    return _switch("STRATAGEM_ROW_KERNELS", "use them where they were built")
-
-
 def wire_dtype() -> str:
     """Return the dtype of gradients and table rows on sockets (``STRATAGEM_WIRE_DTYPE``); empty: as they are."""
     text = environment("STRATAGEM_WIRE_DTYPE", "") or ""

@@ -144,7 +144,7 @@ def _table_kernels() -> Finding:
     return Finding(
         "table kernels",
         Verdict.WARNING,
-        "not built; tables use NumPy and torch",
+        "not built; tables use torch",
         "Install a C compiler and then Stratagem again: steps on tables take about a quarter less time.",
     )
 

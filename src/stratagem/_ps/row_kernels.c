@@ -2,7 +2,7 @@
    of checkpoints.
 
    Plain C without Python's interface: `row_kernels.py` loads the library and calls it. It is optional; without it
-   `rows.py` and `server/row_step.py` use NumPy and torch, with the same results. Callers check ids, types and sizes. Ids may lie in memory that another process can change after
+   `rows.py` and `server/row_step.py` use torch, with the same results. Callers check ids, types and sizes. Ids may lie in memory that another process can change after
    the check, so that a kernel treats an id out of range as 0: it never reads or writes outside a table.
 
    A row that is needed soon is prefetched: the rows of a batch are far apart in memory, so that without it every

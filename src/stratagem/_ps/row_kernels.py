@@ -1,7 +1,6 @@
 """C kernels for rows of tables and for checksums (`row_kernels.c`), if they were built at installation.
 
-`kernels` is None without them: no compiler at installation, or ``STRATAGEM_ROW_KERNELS=0``. Results are the same, bit for
-bit. Callers check ids, types and shapes.
+`kernels` is None without them: no compiler at installation. Results are the same, bit for bit. Callers check ids, types and shapes.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
-
-from stratagem.config import row_kernels_allowed
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -290,4 +287,4 @@ def load(folder: Path) -> RowKernels | None:
     return None
 
 
-kernels: RowKernels | None = load(Path(__file__).parent) if row_kernels_allowed() else None
+kernels: RowKernels | None = load(Path(__file__).parent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.partition import ShardLayout
 from stratagem._ps.placement import Description, device_name
 from stratagem._ps.row_kernels import TableShards, kernels
-from stratagem._ps.rows import as_pieces, take_from_shards, take_rows, touch_rows
+from stratagem._ps.rows import take_rows, touch_rows
 from stratagem._ps.types import InitOp
 from stratagem._wire import codec
 from stratagem.errors import ConnectionLost
@@ -69,7 +69,6 @@ class RemoteVariable:
         self.keys = RemoteKeys(self.places, self.layout, client)
         self._life = object()  # replaced with every server
         self._mapping: _MappedLife | None = None
-        self._arrays: tuple[tuple[MappedVariable, ...], list[Any]] | None = None
         self._addresses: tuple[tuple[MappedVariable, ...], TableShards] | None = None
         self._assembled: Tensor | None = None
         self._assembled_from: tuple[int, ...] = ()
@@ -120,13 +119,6 @@ class RemoteVariable:
             self._mapping = known
         return known.shards
 
-    def _pieces(self, mapped: tuple[MappedVariable, ...]) -> list[Any]:
-        """Return the mapped shards as arrays with one item per row; none if their rows are not contiguous."""
-        if self._arrays is None or self._arrays[0] is not mapped:
-            found = [as_pieces(one.tensor) for one in mapped]
-            self._arrays = mapped, [] if any(one is None for one in found) else found
-        return self._arrays[1]
-
     def _shards(self, mapped: tuple[MappedVariable, ...]) -> TableShards:
         """Return the addresses of the mapped shards."""
         if self._addresses is None or self._addresses[0] is not mapped:
@@ -137,7 +129,7 @@ class RemoteVariable:
     def _let_go(self) -> None:
         """Let go of the servers' memory."""
         self._life = object()
-        self._mapping = self._arrays = self._addresses = None
+        self._mapping = self._addresses = None
         self._assembled = None
 
     def forget_seen(self) -> None:
@@ -276,7 +268,7 @@ class RemoteVariable:
         return found[0][0] if len(found) == 1 else torch.cat([rows for rows, _ in found])
 
     def rows_as_asked(self, ids: Tensor) -> Tensor | None:
-        """Return a new tensor with these rows, in any order and repeated; None without shared memory.
+        """Return a new tensor with these rows, in any order and repeated; None without shared memory or kernels.
 
         `ids` are in range.
         """
@@ -287,17 +279,15 @@ class RemoteVariable:
             if not client.outbox.is_idle:
                 client.wait_for_writes()
             mapped = self.mapped  # a shard may have moved meanwhile
-            if mapped is None or (len(mapped) > 1 and not self._pieces(mapped)):
+            if mapped is None or (len(mapped) > 1 and kernels is None):
                 return None
             self.seen = tuple([one.version for one in mapped])
             if len(mapped) == 1:
                 return take_rows(mapped[0].tensor, ids)
             for one, offset in zip(mapped, self.layout.offsets, strict=True):
                 touch_rows(one.tensor, ids, offset)
-            if kernels is not None:
-                return kernels.take(self._shards(mapped), ids)
-            rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-            return take_from_shards(self._pieces(mapped), self.layout.offsets, ids, rows)
+            assert kernels is not None
+            return kernels.take(self._shards(mapped), ids)
 
     # -------------------------------------------------------------- writing
 

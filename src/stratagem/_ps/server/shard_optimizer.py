@@ -48,7 +48,7 @@ from stratagem._ps.server.chunked_step import (
     step_in_chunks,
 )
 from stratagem._ps.server.planned_step import Plan, PlannedGroup, step_plan
-from stratagem._ps.server.row_step import RowsToStep, RowViews, step_on_rows
+from stratagem._ps.server.row_step import RowsToStep, step_on_rows
 from stratagem._ps.server.state_memory import (
     StateApart,
     bytes_held,
@@ -151,7 +151,6 @@ class ServerOptimizer:
             for number, tensor in parameters.items()
         }
         self._tensors = dict(parameters)
-        self._views = RowViews()
         self._unstepped = set(parameters)
         self.uncounted: set[int] = set()
         """Variables that use their state's memory bit by bit: dynamic tables."""
@@ -276,7 +275,6 @@ class ServerOptimizer:
         if parameter is None:
             return 0
         freed = self.state_bytes([variable])
-        self._views.clear()
         del self._parameters[variable], self._tensors[variable]
         group = self._optimizer.param_groups[self._group_of.pop(variable)]
         group["params"] = [one for one in group["params"] if one is not parameter]
@@ -321,12 +319,10 @@ class ServerOptimizer:
                 is_meta = value.device.type == "meta"
                 value = self._to_be_written(entry, value) if is_meta else value.clone()
             loaded.setdefault(parameter, {})[entry.key] = value
-        self._views.clear()
         self._optimizer.state.update(loaded)
 
     def take_states(self, variables: Iterable[int]) -> dict[int, dict[str, StateValue] | None]:
         """Remove the state of these variables and return it; None for those without any."""
-        self._views.clear()
         state, own = self._optimizer.state, self._parameters
         return {number: state.pop(own[number], None) for number in variables if number in own}
 
@@ -472,7 +468,7 @@ class ServerOptimizer:
             rows = RowsToStep(memory, state, gradient.ids, gradient.values)
             by_group.setdefault(self._group_of[gradient.variable], []).append(rows)
         for index, items in by_group.items():
-            step_on_rows(self._optimizer, self._optimizer.param_groups[index], items, self._views)
+            step_on_rows(self._optimizer, self._optimizer.param_groups[index], items)
 
     @override
     def __repr__(self) -> str:

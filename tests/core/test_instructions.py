@@ -1,14 +1,8 @@
 """Code is read alike on every version of Python: joined instructions, comprehensions put into functions (3.12 and later)."""
 
-import dis
-import logging
-
-import pytest
 import torch
 
-import stratagem as sg
-from stratagem._core import instructions
-from stratagem._core.instructions import KNOWN, instructions_of
+from stratagem._core.instructions import instructions_of
 from stratagem._core.statements import statements_of
 from stratagem._core.step_code import changes_in
 
@@ -169,38 +163,12 @@ def test_a_store_has_the_value_and_the_place():
     assert place.argval == "self"
 
 
-def test_every_instruction_of_this_python_is_known():
-    """Apart from those that only the interpreter, or its compiler, uses."""
-    internal = {"ENTER_EXECUTOR", "EXIT_INIT_CHECK", "INTERPRETER_EXIT", "RESERVED"}
-    names = {
-        name for name, number in dis.opmap.items() if number < 256 and "INSTRUMENTED" not in name
-    }
-    assert names - KNOWN <= internal
+def test_asynchronous_code_is_not_read():
+    """No step awaits it, and its comprehensions have instructions of their own."""
 
+    class Service:
+        async def serve(self, xs):
+            self.steps += 1
+            return [x async for x in xs]
 
-@pytest.fixture
-def unknown_operator(monkeypatch):
-    """A version of Python with another instruction for operators."""
-    monkeypatch.setattr(instructions, "KNOWN", KNOWN - {"BINARY_OP"})
-    for cached in (instructions_of, changes_in):
-        cached.cache_clear()
-    yield
-    for cached in (instructions_of, changes_in):
-        cached.cache_clear()
-
-
-def test_what_unknown_instructions_change_is_shared_and_named_in_the_log(unknown_operator, caplog):
-    held = {"n": 0}
-
-    def step(x):
-        held["n"] += 1
-        return x.sum()
-
-    with caplog.at_level(logging.WARNING, logger="stratagem"):
-        with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
-            for _ in range(4):
-                strategy.run(step, args=(sg.PerReplica([torch.ones(1), torch.ones(1)]),))
-    assert held["n"] == 8
-    said = [one.getMessage() for one in caplog.records if "BINARY_OP" in one.getMessage()]
-    assert [one for one in said if "step (" in one and "merge_call" in one]
-    assert len(said) == len(set(said))
+    assert numbers_of(Service.serve) == {}

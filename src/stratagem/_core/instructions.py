@@ -19,29 +19,6 @@ _SKIPPED: Final = frozenset(
         "PRECALL", "RESUME", "SETUP_ANNOTATIONS", "TO_BOOL",
     }
 )  # fmt: skip
-KNOWN: Final = _SKIPPED.union(
-    """
-    ASYNC_GEN_WRAP BEFORE_ASYNC_WITH BEFORE_WITH BINARY_OP BINARY_SLICE BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_LIST
-    BUILD_MAP BUILD_SET BUILD_SLICE BUILD_STRING BUILD_TUPLE CALL CALL_FUNCTION_EX CALL_INTRINSIC_1 CALL_INTRINSIC_2
-    CALL_KW CHECK_EG_MATCH CHECK_EXC_MATCH CLEANUP_THROW COMPARE_OP CONTAINS_OP CONVERT_VALUE COPY DELETE_ATTR
-    DELETE_DEREF DELETE_FAST DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR DICT_MERGE DICT_UPDATE END_ASYNC_FOR FORMAT_SIMPLE
-    FORMAT_VALUE FORMAT_WITH_SPEC FOR_ITER GET_AITER GET_ANEXT GET_AWAITABLE GET_ITER GET_LEN GET_YIELD_FROM_ITER
-    IMPORT_FROM IMPORT_NAME IMPORT_STAR IS_OP JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT JUMP_FORWARD JUMP_IF_FALSE_OR_POP
-    JUMP_IF_TRUE_OR_POP KW_NAMES LIST_APPEND LIST_EXTEND LIST_TO_TUPLE LOAD_ASSERTION_ERROR LOAD_ATTR LOAD_BUILD_CLASS
-    LOAD_CLASSDEREF LOAD_CLOSURE LOAD_COMMON_CONSTANT LOAD_CONST LOAD_DEREF LOAD_FAST LOAD_FAST_AND_CLEAR LOAD_FAST_BORROW
-    LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_FROM_DICT_OR_DEREF
-    LOAD_FROM_DICT_OR_GLOBALS LOAD_GLOBAL LOAD_LOCALS LOAD_METHOD LOAD_NAME LOAD_SMALL_INT LOAD_SPECIAL LOAD_SUPER_ATTR
-    MAKE_FUNCTION MAP_ADD MATCH_CLASS MATCH_KEYS MATCH_MAPPING MATCH_SEQUENCE POP_EXCEPT POP_JUMP_BACKWARD_IF_FALSE
-    POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE
-    POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_NONE
-    POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE POP_TOP PREP_RERAISE_STAR PRINT_EXPR PUSH_EXC_INFO PUSH_NULL RAISE_VARARGS RERAISE
-    RETURN_CONST RETURN_GENERATOR RETURN_VALUE SEND SET_ADD SET_FUNCTION_ATTRIBUTE SET_UPDATE STORE_ATTR STORE_DEREF
-    STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST STORE_GLOBAL STORE_NAME STORE_SLICE STORE_SUBSCR SWAP
-    UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE UNPACK_EX UNPACK_SEQUENCE WITH_EXCEPT_START YIELD_VALUE
-    """.split()  # noqa: SIM905
-)
-"""Instructions that can be read. Code with any other is refused (`UnknownInstruction`)."""
-
 _NEWEST: Final = (3, 13)
 """The newest version of Python with which this was tried."""
 
@@ -49,10 +26,6 @@ _AFTER_FOR: Final = "POP_TOP" if sys.version_info[:2] == (3, 13) else "POP_ITER"
 
 
 _log = logging.getLogger("stratagem.core")
-
-
-class UnknownInstruction(Exception):
-    """Code contains an instruction of a newer version of Python, whose meaning is not known."""
 
 
 class Instruction(NamedTuple):
@@ -76,9 +49,6 @@ class Instruction(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def instructions_of(code: types.CodeType) -> tuple[Instruction, ...]:
     """Return the instructions of code, without those of functions defined in it.
-
-    Raises:
-        UnknownInstruction: the code has an instruction that is not `KNOWN`.
 
     Example:
         >>> def step(self, x, y):
@@ -107,8 +77,6 @@ def _in_one_form(code: types.CodeType) -> Iterator[Instruction]:
     for one in dis.get_instructions(code):
         name, value, text = one.opname, one.argval, one.argrepr
         before, last = last, name
-        if name not in KNOWN:
-            raise UnknownInstruction(name)
         if name in _SKIPPED or (before == "END_FOR" and name == _AFTER_FOR):
             continue
         effect = dis.stack_effect(one.opcode, one.arg)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, final
 
-from stratagem._core.instructions import Instruction, UnknownInstruction, instructions_of
+from stratagem._core.instructions import Instruction, instructions_of
 
 _ENDS: Final = ("STORE_", "DELETE_", "POP_TOP", "POP_JUMP", "RETURN_VALUE", "RAISE", "RERAISE")
 _LEAVES: Final = (
@@ -182,8 +182,6 @@ class _StatementReader:
         while (one := self._todo.popleft()).opname != "FOR_ITER":
             if one.opname == "LOAD_FAST_AND_CLEAR":
                 own.add(one.argval)
-            elif one.opname == "GET_ANEXT":
-                raise UnknownInstruction("async comprehension")
         found = _StatementReader(self._todo, self._own | own).read(one.argval)
         while (after := self._todo[0]).opname == "SWAP" or (
             after.opname == "STORE_FAST" and after.argval in own

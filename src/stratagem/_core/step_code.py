@@ -30,16 +30,13 @@ global, and `LOCAL` any local variable or value without a name.
 from __future__ import annotations
 
 import functools
-import logging
+import inspect
 import types
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal
 
-from stratagem._core.instructions import UnknownInstruction
 from stratagem._core.statements import CodeNode, Statement, loops_of, nodes_of, statements_of
-
-_log = logging.getLogger("stratagem.core")
 
 Kind = Literal["moves", "varies", "adds", "grows", "sets", "binds"]
 Kinds = frozenset[Kind]
@@ -47,6 +44,9 @@ Kinds = frozenset[Kind]
 LOCAL: Final = ""
 ANY: Final = ("any key",)
 """Stands for a key that is no constant."""
+
+_ASYNC: Final = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of code that is not read: no step awaits it (`async_functions.py`)."""
 
 _ADDING: Final = ("+", "+=", "-", "-=")
 _GLOBALS: Final = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -72,13 +72,6 @@ _HARMLESS: Final = frozenset(
         "detach_", "requires_grad_", "retain_grad_", "share_memory_", "clip_grad_norm_", "clip_grad_value_",
     }
 )  # fmt: skip
-
-
-_UNKNOWN: Final = (
-    "The code of %s (%s:%d) has the instruction %s, which this version of Stratagem does not know. Numbers and tensors that "
-    "it keeps between its calls are shared by all replicas: they may change once per replica instead of once per step. "
-    "Change them in sg.get_replica_context().merge_call(function), or outside run()."
-)
 
 
 class Changes:
@@ -131,13 +124,11 @@ def changes_in(code: types.CodeType, *, is_inner: bool = False) -> Changes:
         >>> [*found.items]
         [('.counts', 'steps')]
     """
+    if code.co_flags & _ASYNC:
+        return Changes()
     inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
     found = Changes(changes_in(one, is_inner=True) for one in inner)
-    try:
-        _Reader(code, found, is_inner=is_inner)
-    except UnknownInstruction as unknown:
-        _log.warning(_UNKNOWN, code.co_qualname, code.co_filename, code.co_firstlineno, unknown)
-        return Changes()
+    _Reader(code, found, is_inner=is_inner)
     # A variable of this code that a function in it counts with is seen by no other call.
     found.counted -= {*code.co_cellvars}
     return found

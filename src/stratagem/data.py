@@ -22,7 +22,6 @@ from stratagem._data.options import SHARD_HINT, AutoShardPolicy, DistributeOptio
 from stratagem._data.parallel import AUTOTUNE
 from stratagem._data.ragged import Ragged
 from stratagem._data.readers import Bad, LineReader, Reader, TFRecordReader, write_tfrecords
-from stratagem._data.row_ranges import RowRange
 from stratagem._data.seeds import ElementRng
 from stratagem._data.specs import ObjectSpec, PerReplicaSpec, TensorSpec
 from stratagem._data.table_readers import CsvReader, NumpyReader, ParquetReader
@@ -53,7 +52,6 @@ __all__ = [
     "PerReplicaSpec",
     "Ragged",
     "Reader",
-    "RowRange",
     "Skipped",
     "TFRecordReader",
     "TensorSpec",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 
+from stratagem._data.node import replaced, walk
 from stratagem.data import Dataset, Ragged, write_tfrecords
 
 
@@ -31,6 +33,21 @@ def rows_of(batches):
             dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
         ]
     return found
+
+
+def ranges_of(dataset):
+    """The ranges of rows of a dataset's files, in order."""
+    return list(_source(dataset).ranges)
+
+
+def over(dataset, ranges):
+    """The same pipeline over some of its ranges, as a worker reads it."""
+    source = _source(dataset)
+    return Dataset(replaced(dataset.node, source, replace(source, only=tuple(ranges))))
+
+
+def _source(dataset):
+    return next(node for node in walk(dataset.node) if not node.inputs)
 
 
 def table_of(rows, start=0):

@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 import stratagem as sg
 from stratagem._data import autoshard
 from stratagem._data.distribute import distribute_dataset
-from stratagem.data import AutoShardPolicy, Dataset, DistributeOptions, RowRange
-from tests.data.columnar_files import FORMATS, make_files, plain, rows_of, table_of, write_parquet
+from stratagem.data import AutoShardPolicy, Dataset, DistributeOptions
+from tests.data.columnar_files import (
+    FORMATS,
+    make_files,
+    over,
+    plain,
+    ranges_of,
+    rows_of,
+    table_of,
+    write_parquet,
+)
 from tests.data.resuming import resumed_rest
 
 
@@ -164,7 +173,7 @@ def test_ranges_are_read_at_the_same_time(tmp_path, monkeypatch):
 def test_ranges_are_row_groups_and_can_be_read_anywhere(tmp_path, kind):
     paths, rows = make_files(tmp_path, kind, [7, 0, 5])
     dataset = FORMATS[kind][1](paths, batch_size=2)
-    ranges = dataset.ranges()
+    ranges = ranges_of(dataset)
     assert [(r.path, r.index, r.start, r.stop) for r in ranges] == [
         (paths[0], 0, 0, 3),
         (paths[0], 1, 3, 6),
@@ -175,38 +184,31 @@ def test_ranges_are_row_groups_and_can_be_read_anywhere(tmp_path, kind):
     assert sum(r.rows for r in ranges) == len(rows)
     # As a ledger would lease them: in any order, one by one, in another process.
     leased = [pickle.loads(pickle.dumps(r)) for r in reversed(ranges)]
-    found = [row for r in leased for row in rows_of(dataset.with_ranges([r]))]
+    found = [row for r in leased for row in rows_of(over(dataset, [r]))]
     assert sorted(row["n"] for row in found) == [row["n"] for row in rows]
-    assert rows_of(dataset.with_ranges(ranges[1:4])) == rows[3:10]
+    assert rows_of(over(dataset, ranges[1:4])) == rows[3:10]
     mapped = dataset.map(lambda b: {"n": b["n"] + 1}).filter(lambda b: b["n"] > 0).shuffle(4)
-    part = [row["n"] - 1 for row in rows_of(mapped.with_ranges(ranges[1:4]))]
+    part = [row["n"] - 1 for row in rows_of(over(mapped, ranges[1:4]))]
     assert sorted(part) == list(range(3, 10))
-    assert list(dataset.with_ranges([])) == []
+    assert list(over(dataset, [])) == []
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_ranges_of_every_format_cover_all_rows_once(tmp_path, kind):
     paths, rows = make_files(tmp_path, kind, [7, 5])
     dataset = FORMATS[kind][1](paths, batch_size=2)
-    found = [row for r in dataset.ranges() for row in rows_of(dataset.with_ranges([r]))]
+    found = [row for r in ranges_of(dataset) for row in rows_of(over(dataset, [r]))]
     assert found == rows
 
 
 def test_positions_among_chosen_ranges(tmp_path):
     paths, _ = make_files(tmp_path, "parquet", [7, 5])
     dataset = Dataset.from_parquet(paths, ["n"], 2)
-    chosen = [dataset.ranges()[i] for i in (3, 0, 2)]
-    build = lambda: dataset.with_ranges(chosen)
+    chosen = [ranges_of(dataset)[i] for i in (3, 0, 2)]
+    build = lambda: over(dataset, chosen)
     assert [row["n"] for row in rows_of(build())] == [7, 8, 9, 0, 1, 2, 6]
     for stop in range(5):
         check_resuming(build, stop)
-
-
-def test_only_files_of_columns_have_ranges():
-    for dataset in (Dataset.range(3), Dataset.zip(Dataset.range(2), Dataset.range(2))):
-        with pytest.raises(sg.errors.DataError, match="has no ranges of rows"):
-            dataset.ranges()
-    assert RowRange("a.csv", 0, 10, 50, "bytes").rows is None
 
 
 def worker(dataset, workers, index):
@@ -243,7 +245,7 @@ def test_auto_shares_by_file_then_by_range(tmp_path):
     assert by_file == [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     by_range = [[row["n"] for row in rows_of(worker(dataset, 4, i))] for i in range(4)]
     assert by_range == [[0, 1, 2, 12, 13, 14], [3, 4, 5, 15, 16, 17], [6, 7, 8], [9, 10, 11]]
-    listed = dataset.with_ranges(dataset.ranges()[:3])
+    listed = over(dataset, ranges_of(dataset)[:3])
     assert [[row["n"] for row in rows_of(worker(listed, 2, i))] for i in range(2)] == [
         [0, 1, 2, 6, 7, 8],
         [3, 4, 5],

@@ -20,6 +20,7 @@ from tests.data.columnar_files import (
     columns_of,
     make_files,
     plain,
+    ranges_of,
     rows_of,
     table_of,
     write_csv,
@@ -121,7 +122,7 @@ def test_filters_give_what_pyarrow_gives(tmp_path, filters):
 
 def test_filters_skip_row_groups_by_their_statistics(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", table_of(20), group=4)
-    ranges = Dataset.from_parquet(path, filters=[("n", ">=", 13)]).ranges()
+    ranges = ranges_of(Dataset.from_parquet(path, filters=[("n", ">=", 13)]))
     assert [(each.index, each.start, each.stop) for each in ranges] == [(3, 12, 16), (4, 16, 20)]
 
 
@@ -340,7 +341,7 @@ def test_csv_ranges_are_whole_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(csv_format, "_RANGE_BYTES", 40)
     path = write_csv(tmp_path / "a.csv", table_of(50))
     dataset = Dataset.from_csv(path, batch_size=7)
-    assert len(dataset.ranges()) > 10
+    assert len(ranges_of(dataset)) > 10
     assert rows_of(dataset) == table_of(50).select(["n", "x", "flag", "name"]).to_pylist()
     monkeypatch.setattr(csv_format, "_BLOCK_BYTES", 16)  # shorter than a line
     assert len(rows_of(Dataset.from_csv(path))) == 50

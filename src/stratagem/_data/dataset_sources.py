@@ -6,8 +6,7 @@ import builtins
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeAlias, TypedDict
 
 import torch
@@ -24,12 +23,11 @@ from stratagem._data.column_formats import (
 )
 from stratagem._data.csv_format import CsvColumns, CsvOptions
 from stratagem._data.file_source import FilesNode, ListFilesNode, OnError, expand, reader_for
-from stratagem._data.node import Node, replaced, walk
+from stratagem._data.node import Node
 from stratagem._data.readers import Reader
-from stratagem._data.row_ranges import ColumnFile, ColumnFormat, RangeSource, RowRange
+from stratagem._data.row_ranges import ColumnFile, ColumnFormat, RangeSource
 from stratagem._data.sources import GeneratorNode, IterableNode, RangeNode, SlicesNode
 from stratagem._data.tfrecord_format import Feature, TFRecordColumns
-from stratagem.errors import DataError
 
 Columns: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]] | None
 
@@ -341,45 +339,4 @@ class DatasetSources(ABC):
         kind = functools.partial(TFRecordColumns, features=named, verify=verify)
         return cls(
             range_source(expand(files), kind, columns, batch_size, options, has_row_counts=False)
-        )
-
-    def ranges(self) -> list[RowRange]:
-        """Return the ranges of rows that the dataset reads from files, in order.
-
-        A range is plain data. Pass it to `with_ranges` to read the range in any process.
-
-        Raises:
-            DataError: the dataset does not read batches of columns from files, or from several sources.
-
-        Example:
-            >>> import numpy as np, stratagem as sg, pathlib, tempfile
-            >>> path = pathlib.Path(tempfile.mkdtemp(), "a.npy")
-            >>> np.save(path, np.arange(4))
-            >>> dataset = sg.data.Dataset.from_numpy(path, batch_size=2)
-            >>> [each.rows for each in dataset.ranges()]
-            [4]
-        """
-        return list(self._range_source().ranges)
-
-    def with_ranges(self, ranges: Iterable[RowRange]) -> Self:
-        """Return the same pipeline over some ranges of its files.
-
-        Example:
-            >>> import pyarrow as pa, stratagem as sg
-            >>> dataset = sg.data.Dataset.from_arrow(pa.table({"x": [1, 2, 3]})).map(
-            ...     lambda b: b["x"]
-            ... )
-            >>> [x.tolist() for x in dataset.with_ranges(dataset.ranges())]
-            [[1, 2, 3]]
-        """
-        source = self._range_source()
-        chosen = tuple(ranges)
-        return type(self)(replaced(self.node, source, replace(source, only=chosen)))
-
-    def _range_source(self) -> RangeSource:
-        sources = [node for node in walk(self.node) if not node.inputs]
-        if len(sources) == 1 and isinstance(sources[0], RangeSource):
-            return sources[0]
-        raise DataError(
-            f"{self!r} has no ranges of rows: expected one source such as from_parquet()"
         )

@@ -43,8 +43,7 @@ _MOST_THREADS = 4  # by default; more readers than that outrun a training step
 class RowRange:
     """Rows of one file that can be read on their own.
 
-    `Dataset.ranges` lists the ranges of a dataset, and `Dataset.with_ranges` reads some of them. A range is plain
-    data: send it to another process to have that process read the rows.
+    A range is plain data: a coordinator sends it to the worker that reads the rows.
 
     Attributes:
         path: the file.
@@ -54,7 +53,7 @@ class RowRange:
         unit: unit of `start` and `stop`; formats without a row index, such as CSV, use bytes.
 
     Example:
-        >>> from stratagem.data import RowRange
+        >>> from stratagem._data.row_ranges import RowRange
         >>> RowRange(path="a.parquet", index=1, start=1000, stop=1500).rows
         500
     """

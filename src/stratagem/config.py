@@ -350,14 +350,11 @@ class ClusterOptions:
     """Seconds without a heartbeat after which a task counts as lost; detection takes under 5 s."""
 
     partition_limit_s: float = 30.0
-    """Seconds to wait for a parameter server that cannot be reached, unless its process is known to have
-    ended or to be stopped. Such a server may still have its variables. Longer than a switch or a
+    """Seconds to wait for a parameter server that cannot be reached, and for any silent task whose process on
+    this host runs. Such a server may still have its variables; native code that holds the GIL blocks
+    heartbeats. A process that is known to have ended or to be stopped is not waited for. Longer than a switch or a
     router takes to restart; below the session's lease. Limits of TCP and of the handshake are set only by
     ``STRATAGEM_PARTITION_LIMIT_S``, in each process."""
-
-    busy_limit_s: float = 60.0
-    """Seconds without a heartbeat that are allowed while the task's process, on this host, uses the
-    processor: native code that holds the GIL blocks heartbeats. 0 allows none."""
 
     connect_timeout_s: float = 30.0
     """Seconds that connecting to one task may take, its start included."""

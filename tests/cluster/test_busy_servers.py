@@ -22,7 +22,7 @@ pytestmark = pytest.mark.process
 
 LIMIT_S = 2.0
 KEEPS_S = 3 * LIMIT_S  # on a busy machine, measured round trips make the limit longer
-OPTIONS = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=LIMIT_S, busy_limit_s=600.0)
+OPTIONS = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=LIMIT_S, partition_limit_s=600.0)
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def test_an_optimizer_that_keeps_pythons_lock_is_waited_for(
 
 
 def test_a_busy_server_is_lost_after_the_limit(cluster: LocalCluster) -> None:
-    """busy_limit_s=0: as it is for servers on other hosts."""
-    options = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=LIMIT_S, busy_limit_s=0.0)
-    with pytest.raises(ParameterServerLost, match="though its process computes"):
+    """partition_limit_s=0: nothing is waited for longer than the heartbeat limit."""
+    options = ClusterOptions(heartbeat_s=0.1, heartbeat_limit_s=LIMIT_S, partition_limit_s=0.0)
+    with pytest.raises(ParameterServerLost, match="though its process runs"):
         train_one_step(cluster, options)
 
 

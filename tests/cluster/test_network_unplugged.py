@@ -154,7 +154,11 @@ def test_worker_behind_a_dead_cable_is_found_by_its_silence_and_taken_back(
                 ClusterSpec({"worker": [near, cable.address]}), cluster_key=cluster._key
             )
 
-        coordinator: ClusterCoordinator = connect(Cabled, heartbeat_limit_s=4.0)
+        coordinator: ClusterCoordinator = connect(
+            Cabled,
+            heartbeat_limit_s=4.0,
+            partition_limit_s=4.0,  # its process is on this host, where it runs
+        )
         assert workers_up(coordinator) == 2
         check_both_work(coordinator, tmp_path / "first")
         with Gate(tmp_path / "unplugged") as gate:

@@ -1,8 +1,8 @@
-"""Decide whether a silent task on this host is alive: its process uses the CPU, or is stopped.
+"""Decide whether a silent task is lost; of a task on this host, its process is looked at.
 
 A thread of Python sends heartbeats and answers pings. Native code that holds Python's lock (the GIL) for seconds
-silences it although the task is well. A process on the same host can be observed: one that uses the CPU is busy, one
-that does not (stopped, or waiting) hangs. Of tasks on other hosts only the silence is known.
+silences it although the task is well. A process on the same host is known to be stopped, to have ended, or to run. Of tasks
+on other hosts only the silence is known.
 """
 
 from __future__ import annotations
@@ -14,15 +14,6 @@ from pathlib import Path
 from typing import Final, final
 
 from typing_extensions import override
-
-WINDOW_S: Final = 0.5
-"""Time over which CPU use is measured; the kernel counts in steps of 10 ms."""
-
-LEAST_SHARE: Final = 0.05
-"""Of one core: less than a busy process gets on a machine with ten times its load, more than the 0.2 % of
-threads that wait for Python's lock."""
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def own_process() -> str:
@@ -36,62 +27,21 @@ def own_process() -> str:
     return f"{boot} {numbering} {os.getpid()} {started}"
 
 
-@final
-class CpuProbe:
-    """CPU use of one process on this host."""
-
-    def __init__(self, process: str = "") -> None:
-        mine = own_process().split(" ")
-        theirs = process.split(" ")
-        self.is_local = len(mine) == len(theirs) == 4 and mine[:2] == theirs[:2]
-        """True if the process is on this host, under the process number that it has itself."""
-        self._pid, self._started = (int(theirs[2]), theirs[3]) if self.is_local else (0, "")
-        self._since: tuple[float, int] | None = None
-        self._computes: bool | None = None
-
-    def rest(self) -> None:
-        """Forget the measurement: the task was heard."""
-        self._since = None
-        self._computes = None
-
-    def is_stopped(self) -> bool:
-        """Return whether the process is known to be stopped, or gone."""
-        return self.is_local and self._ticks() is None
-
-    def computes(self, now: float, *, window_s: float = WINDOW_S) -> bool | None:
-        """Return whether the process used the CPU in the last whole window; None in the first. Call it repeatedly."""
-        ticks = self._ticks() if self.is_local else None
-        if ticks is None:  # ended or stopped
-            self.rest()
-            return False
-        if self._since is None:
-            self._since = (now, ticks)
-        began, before = self._since
-        if now - began >= window_s:
-            self._computes = (ticks - before) / _TICKS_PER_S >= LEAST_SHARE * (now - began)
-            self._since = (now, ticks)
-        return self._computes
-
-    def _ticks(self) -> int | None:
-        """Return the CPU time used so far; None if the process has ended or is stopped."""
-        try:
-            fields = _stat(self._pid)
-        except OSError:
-            return None
-        if fields[_STARTED] != self._started or fields[_STATE] in "TtZXx":
-            return None
-        return int(fields[_USER]) + int(fields[_SYSTEM])
-
-    @override
-    def __repr__(self) -> str:
-        if not self.is_local:
-            return "<CpuProbe of a process on another host>"
-        return f"<CpuProbe of {self._pid}, {'busy' if self._computes else 'idle'}>"
+def is_running(process: str) -> bool | None:
+    """Return whether a process runs, given its `own_process()`: not if it has ended or is stopped. None: it is on another host."""
+    mine, theirs = own_process().split(" "), process.split(" ")
+    if len(theirs) != 4 or mine[:2] != theirs[:2]:
+        return None
+    try:
+        fields = _stat(int(theirs[2]))
+    except OSError:
+        return False
+    return fields[_STARTED] == theirs[3] and fields[_STATE] not in "TtZXx"
 
 
 @final
 class LivenessCheck:
-    """Judgement whether one silent task is busy or lost.
+    """Judgement whether one silent task is lost.
 
     Args:
         task: its name.
@@ -102,82 +52,71 @@ class LivenessCheck:
     def __init__(self, task: str, process: str = "", *, log: logging.Logger) -> None:
         self._task = task
         self._log = log
-        self._probe = CpuProbe(process)
+        self._process = process
         self._warned = False
 
     def judge(
         self,
-        now: float,
-        *,
         silent_s: float,
+        *,
         limit_s: float,
-        busy_limit_s: float,
+        running_limit_s: float,
+        unreachable_limit_s: float = 0.0,
         cut_off_s: Callable[[], float],
-        partition_limit_s: float = 0.0,
     ) -> str | None:
         """Decide whether a silent task is lost. Never waits; call it repeatedly.
 
         Args:
-            now: the time.
             silent_s: time since the task was heard.
             limit_s: allowed silence of any task.
-            busy_limit_s: allowed silence of a task whose process uses the CPU.
+            running_limit_s: allowed silence of a task whose process on this host runs, if that is more.
+            unreachable_limit_s: allowed silence of a task that may be unreachable, if that is more.
             cut_off_s: returns the time since bytes sent to the task have arrived.
-            partition_limit_s: allowed silence of a task that may be unreachable, if that is more.
 
         Returns:
             None if it is not lost. Otherwise the reason, as the end of a sentence about the length of the silence.
         """
-        if silent_s <= limit_s / 2:
-            self._probe.rest()
+        if silent_s <= limit_s:
             self._warned = False
             return None
-        computes = self._probe.computes(now, window_s=min(WINDOW_S, limit_s / 4))
-        if silent_s <= limit_s or computes is None:  # None: not measured yet
-            return None
-        unreachable = cut_off_s() > limit_s / 2 or not computes
-        if unreachable and silent_s <= partition_limit_s and not self._probe.is_stopped():
-            self._log_once(
-                "%s has been unreachable for %.1f s. It is lost after %g s (partition_limit_s).",
-                silent_s,
-                partition_limit_s,
-            )
-            return None
-        if cut_off_s() > limit_s / 2:
-            return ", and nothing sent to it arrives: its machine or the network is down"
-        if not computes:
-            return _STOPPED if self._probe.is_local else _UNKNOWN
-        if silent_s > busy_limit_s:
-            return _TOO_LONG
-        self._log_once(
-            "%s has sent nothing for %.1f s, but its process uses the CPU: probably native code that "
-            "holds Python's lock (GIL). It counts as lost after %g s (busy_limit_s).",
-            silent_s,
-            busy_limit_s,
-        )
-        return None
-
-    def _log_once(self, text: str, silent_s: float, limit_s: float) -> None:
+        runs, is_cut_off = is_running(self._process), cut_off_s() > limit_s / 2
+        if runs is False:
+            return _STOPPED
+        is_silent = runs is True and not is_cut_off
+        allowed_s = running_limit_s if is_silent else unreachable_limit_s
+        if silent_s > allowed_s:
+            return _SILENT if is_silent else _CUT_OFF if is_cut_off else _UNKNOWN
         if not self._warned:
             self._warned = True
-            self._log.warning(text, self._task, silent_s, limit_s)
+            text = _SILENT_SO_FAR if is_silent else _UNREACHABLE
+            self._log.warning(text, self._task, silent_s, allowed_s)
+        return None
 
     @override
     def __repr__(self) -> str:
-        return f"<LivenessCheck of {self._task}, {self._probe!r}>"
+        return f"<LivenessCheck of {self._task}>"
 
 
-_STOPPED: Final = (
-    ", and its process on this host does nothing: it is stopped, or waits for something"
+_SILENT_SO_FAR: Final = (
+    "%s has sent nothing for %.1f s, but its process runs: probably native code that holds Python's lock (GIL). "
+    "It counts as lost after %g s (partition_limit_s)."
 )
+_UNREACHABLE: Final = (
+    "%s has been unreachable for %.1f s. It is lost after %g s (partition_limit_s)."
+)
+_CUT_OFF: Final = ", and nothing sent to it arrives: its machine or the network is down"
+_STOPPED: Final = ", and its process on this host does nothing: it is stopped, or has ended"
 _UNKNOWN: Final = (
     ": it is stopped, cut off, or runs native code that holds Python's lock (GIL); for such code "
     "raise heartbeat_limit_s (STRATAGEM_HEARTBEAT_LIMIT_S)"
 )
-_TOO_LONG: Final = ", though its process computes; see busy_limit_s (STRATAGEM_BUSY_LIMIT_S)"
+_SILENT: Final = (
+    ", though its process runs: it waits for something, or runs native code that holds Python's lock (GIL); for such "
+    "code raise partition_limit_s (STRATAGEM_PARTITION_LIMIT_S)"
+)
 
 # Fields of /proc/<pid>/stat, counted from the state, which follows the name in brackets; see proc(5).
-_STATE, _USER, _SYSTEM, _STARTED = 0, 11, 12, 19
+_STATE, _STARTED = 0, 19
 
 
 def _stat(pid: int) -> list[str]:

@@ -252,10 +252,9 @@ class WorkerLink:
         if channel is not None:
             silent_s, limit_s = channel.silent_s(), channel.round_trip.limit_s(limit_s)
         why = self._liveness.judge(
-            now,
-            silent_s=silent_s,
+            silent_s,
             limit_s=limit_s,
-            busy_limit_s=options.busy_limit_s,
+            running_limit_s=options.partition_limit_s,
             cut_off_s=lambda: 0.0 if channel is None else channel.cut_off_s(),
         )
         if why is not None:

@@ -408,7 +408,7 @@ class PsClient(Owner):
     def await_servers(self, options: ClusterOptions) -> None:
         """Wait until every server has answered or counts as lost, which is logged.
 
-        All are waited for at once: for ``heartbeat_limit_s``, or longer while one on this host computes.
+        All are waited for at once: for ``heartbeat_limit_s``, or longer if the process of one on this host runs.
         """
         present = [server for server, one in enumerate(self._connections) if one.is_open]
         self._control.await_answers(options, of=present)

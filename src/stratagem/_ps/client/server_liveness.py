@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Final, final
 
 from typing_extensions import override
@@ -120,8 +119,9 @@ class ControlConnections:
     def await_answers(self, options: ClusterOptions, *, of: Collection[int]) -> None:
         """Wait until each of these servers has answered or counts as lost, which is logged."""
         began = time.monotonic()
-        options = replace(options, partition_limit_s=0.0)
         waiting = {self._controls[server] for server in of}
+        for control in waiting:
+            control.waits_for_network = False
         while waiting:
             for control in list(waiting):
                 try:
@@ -155,6 +155,8 @@ class _Control:
         """When the server certainly lived: the last ping it answered was sent then."""
         self.unlinked: tuple[tuple[str, int, int], ...] = ()
         """Sessions, shards and views whose backup did not answer when it answered the last ping."""
+        self.waits_for_network = True
+        """False once the session ends: a server that cannot be reached is then lost after the heartbeat limit."""
         self._data = data
         self._key = key
         self._lock = threading.Lock()
@@ -308,11 +310,10 @@ class _Control:
         channel = self._channel
         silent_s, least_s = now - self._asked_at, options.heartbeat_limit_s
         why = self._liveness.judge(
-            now,
-            silent_s=silent_s,
+            silent_s,
             limit_s=least_s if channel is None else channel.round_trip.limit_s(least_s),
-            busy_limit_s=options.busy_limit_s,
-            partition_limit_s=options.partition_limit_s,
+            running_limit_s=options.partition_limit_s,
+            unreachable_limit_s=options.partition_limit_s if self.waits_for_network else 0.0,
             cut_off_s=lambda: 0.0 if channel is None else channel.cut_off_s(),
         )
         if why is not None:

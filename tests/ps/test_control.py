@@ -6,21 +6,28 @@ import threading
 
 import pytest
 
+from stratagem._ps.client.server_connection import Membership, ServerConnection
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.server.loop import ParameterServer
 from stratagem.config import ClusterOptions
-from stratagem.errors import ParameterServerLost
 
 
-def test_requests_during_and_after_close_open_nothing() -> None:
-    """A watching thread may be about to ping when its coordinator is forgotten."""
+def control_of(server: ParameterServer) -> ControlConnections:
+    membership = Membership(session="", task="")
+    return ControlConnections(
+        [ServerConnection("/job:ps/task:0", server.address, membership)], key=None
+    )
+
+
+def test_checks_after_close_open_nothing() -> None:
+    """A watching thread may be about to check when its coordinator is forgotten."""
     with ParameterServer("127.0.0.1:0").start() as server:
-        control = ControlConnections([("/job:ps/task:0", server.address)], key=None)
-        assert control.ping(0, timeout_s=60.0).busy_s == 0.0
+        control = control_of(server)
+        control.await_answers(ClusterOptions(), of=[0])
+        assert repr(control) == "<ControlConnections 1 of 1 open>"
         control.close()
         control.close()
-        with pytest.raises(ParameterServerLost, match="closed by this process"):
-            control.ping(0, timeout_s=60.0)
+        control.check_all(ClusterOptions())
         assert repr(control) == "<ControlConnections 0 of 1 open>"
 
 
@@ -36,7 +43,7 @@ def test_close_may_come_before_a_thread_that_connects_has_started(
         start(thread)
 
     with ParameterServer("127.0.0.1:0").start() as server:
-        control = ControlConnections([("/job:ps/task:0", server.address)], key=None)
+        control = control_of(server)
         monkeypatch.setattr(threading.Thread, "start", close_and_start)
         control.await_answers(ClusterOptions(), of=[0])
         assert repr(control) == "<ControlConnections 0 of 1 open>"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from server_probe import ping
 from waiting import wait_until
 
 from stratagem._ps.client.mapping import ShardLocation
@@ -20,6 +21,7 @@ from stratagem._wire import frames, messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
+from stratagem.config import ClusterOptions
 
 pytestmark = pytest.mark.process
 
@@ -103,7 +105,7 @@ def test_a_server_without_descriptors_serves_open_connections(
     server = start("ps", files=FILES)
     with PsClient([("/job:ps/task:0", server.address)], CHIEF) as client:
         client.create(W, "w", value=torch.ones(2))
-        client.ping(0)
+        client.await_servers(ClusterOptions())
         began = time.monotonic()
         strangers = [server.stranger() for _ in range(2 * FILES)]
         try:
@@ -113,7 +115,9 @@ def test_a_server_without_descriptors_serves_open_connections(
                 batch.assign(0, 1, "add", torch.ones(2))
                 client.send(batch)
                 client.wait_for_writes()
-                client.ping(0, timeout_s=LIMIT_S)
+                client.check_servers(ClusterOptions())
+            client.await_servers(ClusterOptions())
+            client.check_servers(ClusterOptions())
             assert client.read([W])[0][0].tolist() == [1001.0, 1001.0]
             assert 1 <= server.complaints() <= 1 + (time.monotonic() - began) // 5.0
             assert "ulimit -n, now 40" in server.log()
@@ -122,7 +126,7 @@ def test_a_server_without_descriptors_serves_open_connections(
                 one.close()
         other = Membership(session="t", task="/job:chief/task:0", is_owner=True)
         with PsClient([("/job:ps/task:0", server.address)], other) as late:
-            assert late.ping(0, timeout_s=LIMIT_S) is not None
+            assert ping(late) is not None
     assert server.process.poll() is None
 
 

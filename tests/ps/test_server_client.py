@@ -64,7 +64,7 @@ def value_of(client: PsClient, *places: ShardLocation) -> list[list[float]]:
 
 def test_sharing_is_what_was_asked_for(worker: PsClient, shared: bool) -> None:
     """The parametrisation of this file is real: one half of it does not share memory."""
-    assert worker.shares_memory(0) == shared
+    assert worker._shares_reads[0] == shared
     assert [one.shares_memory for one in worker.outbox.destinations] == [shared] * 2
 
 
@@ -362,7 +362,7 @@ def test_a_server_may_refuse_to_share_memory() -> None:
     options = ServerOptions(shared_memory=False)
     with ParameterServer("127.0.0.1:0", options=options).start() as server:
         with PsClient([("ps", server.address)], CHIEF) as client:
-            assert not client.shares_memory(0)
+            assert not client._shares_reads[0]
             w = place(0, 1, 4)
             client.create(w, "w", value=torch.ones(4))
             assert client.map([w]) == [None]

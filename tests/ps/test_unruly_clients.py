@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from one_server import CHIEF, W, add_one, listed
+from server_probe import ping
 from waiting import wait_until
 
 from stratagem._ps.client.mapping import ShardLocation
@@ -53,13 +54,13 @@ def test_pings_are_answered_while_a_long_step_runs(
         monkeypatch.setattr(session, "handle", long_step)
         pending = client._connections[0].begin(messages.AskVersions())
         assert entered.wait(LIMIT_S)
-        wait_until(lambda: client.ping(0).busy_s > 0.02)
+        wait_until(lambda: ping(client).busy_s > 0.02)
         with hello(server):  # new connections are let in meanwhile
             pass
         leave.set()
         client._connections[0].collect(pending)
         monkeypatch.undo()
-        wait_until(lambda: client.ping(0).busy_s == 0.0)
+        wait_until(lambda: ping(client).busy_s == 0.0)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_messages_of_others_are_refused(server: ParameterServer) -> None:
             channel.request(messages.JoinSession(session="s"), timeout_s=LIMIT_S)
             with pytest.raises(ProtocolError, match="a Packed is not a message"):
                 channel.request(evil, timeout_s=LIMIT_S)
-        assert client.ping(0) is not None
+        assert ping(client) is not None
 
 
 def test_memory_that_was_never_announced_is_refused(server: ParameterServer) -> None:
@@ -192,7 +193,7 @@ def test_a_server_with_a_key_accepts_only_clients_with_that_key() -> None:
     with ParameterServer("127.0.0.1:0", key=key).start() as server:
         keyed = Membership(session="s", task="/job:chief/task:0", is_owner=True, key=key)
         with PsClient(listed(server), keyed) as client:
-            assert client.ping(0) is not None
+            assert ping(client) is not None
         with pytest.raises(AuthenticationError):
             PsClient(listed(server), CHIEF)
 
@@ -225,7 +226,7 @@ def test_stop_ends_serve_in_another_thread() -> None:
     thread = threading.Thread(target=server.serve, name="test-serve")
     thread.start()
     with PsClient(listed(server), CHIEF) as client:
-        assert client.ping(0) is not None
+        assert ping(client) is not None
     server.stop()
     thread.join(LIMIT_S)
     assert not thread.is_alive()

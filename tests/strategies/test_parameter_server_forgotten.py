@@ -146,7 +146,7 @@ def test_closing_a_session_the_servers_have_ended_does_not_raise(
     client._ask(0, messages.CloseSession(session=strategy._session))  # as when its lease runs out
     coordinator.close()
     assert strategy._variables.closed
-    if not client.shares_memory(0):
+    if not client._shares_reads[0]:
         assert "not fetched" in caplog.text
 
 

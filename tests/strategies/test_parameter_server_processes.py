@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_optimizer import SignDescent
+from server_probe import ping
 from torch import nn
 from waiting import wait_until
 
@@ -89,10 +90,10 @@ def test_a_thousand_variables_are_one_message_per_server(cluster):
         with sg.ClusterCoordinator(strategy) as coordinator:
             client = strategy._variables.client
             coordinator.schedule(lambda: len(model)).fetch()
-            before = [int(client.ping(server).served) for server in (0, 1)]
+            before = [int(ping(client, server).served) for server in (0, 1)]
             coordinator.schedule(step).fetch()
             coordinator.join(timeout_s=120)
-            sent = [int(client.ping(s).served) - b for s, b in zip((0, 1), before, strict=True)]
+            sent = [int(ping(client, s).served) - b for s, b in zip((0, 1), before, strict=True)]
             assert all(float(p.detach().sum()) == 1.5 for p in model)
     # Per server: where are the variables (once per variable at first use), one write, one slot
     # announcement; never one write per variable.

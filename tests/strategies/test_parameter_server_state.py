@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scheduling import run
+from server_probe import stats
 from torch import nn
 
 import stratagem as sg
@@ -166,7 +167,7 @@ class TestModels:
         """A program that makes models for weeks does not fill its servers."""
 
         def held():
-            facts = [strategy._variables.client.stats(server) for server in (0, 1)]
+            facts = [stats(strategy._variables.client, server) for server in (0, 1)]
             return sum(int(fact["bytes"]) for fact in facts)
 
         def wait_for(condition):

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import final
 
@@ -26,16 +27,16 @@ from stratagem._ps.client.outbox import Outbox
 from stratagem._ps.client.server_connection import (
     Address,
     Membership,
+    ServerConnection,
     collect_all,
 )
 from stratagem._ps.client.server_liveness import ControlConnections
 from stratagem._ps.client.server_replacement import ServerReplacement
-from stratagem._ps.client.shard_holders import Failover, ShardHolders, connections_of
+from stratagem._ps.client.shard_holders import Failover, ShardHolders
 from stratagem._ps.client.value_reads import Placer, Reads
 from stratagem._ps.client.write_batch import WriteBatch
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._ps.optimizer_settings import sequences_as_tuples
-from stratagem._ps.rows import take_rows
 from stratagem._ps.types import (
     GroupSpec,
     Hyperparameters,
@@ -45,7 +46,7 @@ from stratagem._ps.types import (
 from stratagem._wire import codec, messages
 from stratagem._wire.frames import Buffer
 from stratagem._wire.messages import Frame, Message
-from stratagem._wire.round_trip import answer_limit_s, attempt_limit_s
+from stratagem._wire.round_trip import attempt_limit_s
 from stratagem.config import ClusterOptions
 
 
@@ -107,20 +108,23 @@ class PsClient(Owner):
         self._shares_reads = [allowed] * len(servers)
         # Several clients of one coordinator may write to one session; each counts its own writes.
         unique = f"#{secrets.token_hex(4)}" if membership.is_owner else ""
-        self._connections = connections_of(servers, membership, holders)
+        self._connections = [
+            ServerConnection(*server, replace(membership, shard=-1 if holders is None else shard))
+            for shard, server in enumerate(servers)
+        ]
         self.outbox = Outbox(
             self._connections, membership.task + unique, incarnation, may_share=allowed
         )
-        self._control = ControlConnections(
-            servers, key=membership.key, data_connections=self._connections
-        )
+        self._control = ControlConnections(self._connections, key=membership.key)
         self._finished = NumberRanges()
         self._lock = threading.RLock()
         self._mappings = Mappings()
         self.replacement = ServerReplacement(
             self._connections, self._control, self._mappings, membership, self._finished, holders
         )
-        self.failover = Failover.of(self._connections, holders, membership, self._mappings)
+        self.failover: Failover | None = None  # the coordinator decides where a shard is
+        if holders is not None and not membership.is_owner:
+            self.failover = Failover(self._connections, holders, membership, self._mappings)
         self._closed = False
         self.keeps_session = False
         """True if `close` leaves the session to its lease: another coordinator may continue a named job."""
@@ -257,18 +261,8 @@ class PsClient(Owner):
             return value_reads.read_newer(self._connections, wanted)
 
     def read_rows(self, wanted: Sequence[tuple[ShardLocation, Tensor]]) -> list[tuple[Tensor, int]]:
-        """Return rows of variables in the order asked, with versions; one request per server at most."""
+        """Return rows of variables in the order asked, with versions, over the connections; one request per server at most."""
         with self._lock:
-            mapped = self.map([place for place, _ in wanted])
-            if all(one is not None for one in mapped):
-                self.wait_for_writes()
-                if self.failover is not None:  # a shard may have moved meanwhile
-                    mapped = self.map([place for place, _ in wanted])
-                return [
-                    (take_rows(one.tensor, ids), one.version)
-                    for one, (_, ids) in zip(mapped, wanted, strict=True)
-                    if one is not None
-                ]
             return value_reads.read_rows(self._connections, wanted, self.wait_for_writes)
 
     def versions(self, server: int, variables: Sequence[int] = ()) -> dict[int, int]:
@@ -377,18 +371,6 @@ class PsClient(Owner):
 
     # -- facts and end ------------------------------------------------------------------------
 
-    def ping(self, server: int, *, timeout_s: float | None = None) -> messages.Pong:
-        """Ask a server for a sign of life; it answers even while it works on a long step.
-
-        Raises:
-            ParameterServerLost: it is gone, or does not answer in time.
-        """
-        return self._control.ping(server, timeout_s=timeout_s or answer_limit_s())
-
-    def stats(self, server: int, *, timeout_s: float | None = None) -> dict[str, object]:
-        """Return numbers about a server, at most half a second old."""
-        return self._control.stats(server, timeout_s=timeout_s or answer_limit_s())
-
     def check_servers(self, options: ClusterOptions) -> None:
         """Check every server once; call it again and again. Never waits for a connected server.
 
@@ -426,13 +408,9 @@ class PsClient(Owner):
         """Return task and last known address of every server."""
         return tuple((one.task, one.last_address) for one in self._connections)
 
-    def shares_memory(self, server: int) -> bool:
-        """Return whether this process may read the server's variables in shared memory."""
-        return self._shares_reads[server]
-
     def abandon(self) -> None:
         """Let waiting and later requests fail. Takes no lock: another thread may wait for a server."""
-        Failover.stop(self.failover)
+        self._stop_failover()
         for connection in self._connections:
             connection.give_up("is no longer used: the session of this worker has ended")
 
@@ -443,7 +421,7 @@ class PsClient(Owner):
             if self._closed:
                 return
             self._closed = True
-            Failover.stop(self.failover)
+            self._stop_failover()
             try:
                 if self._membership.is_owner and not self.keeps_session:
                     end_session(self._connections, self._membership)
@@ -472,6 +450,10 @@ class PsClient(Owner):
             return collect_all(calls)
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _stop_failover(self) -> None:
+        if self.failover is not None:
+            self.failover.is_stopped = True
 
     def _disconnect(self) -> None:
         for connection in self._connections:

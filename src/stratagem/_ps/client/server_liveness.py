@@ -1,4 +1,4 @@
-"""Pings and statistics on separate connections, and the decision that a server is lost.
+"""Pings on separate connections, and the decision that a server is lost.
 
 Servers answer these connections from a thread of their own, also while a long step runs, and independently
 of the requests of `PsClient`. `LivenessCheck` (`_wire/process_probe.py`) judges the silence of a server that
@@ -15,12 +15,11 @@ from typing import Final, final
 
 from typing_extensions import override
 
-from stratagem._ps.client.server_connection import Address, Membership, ServerConnection
+from stratagem._ps.client.server_connection import ServerConnection
 from stratagem._wire import messages
 from stratagem._wire.channel import Channel
 from stratagem._wire.connecting import connect
 from stratagem._wire.handshake import ClusterKey
-from stratagem._wire.messages import Message
 from stratagem._wire.process_probe import LivenessCheck
 from stratagem._wire.round_trip import RoundTrip, answer_limit_s, attempt_limit_s
 from stratagem.config import ClusterOptions
@@ -50,23 +49,13 @@ class ControlConnections:
     """One control connection per server, made when first needed. Thread-safe.
 
     Args:
-        servers: task of each server, and its address or a function that returns it.
+        connections: for data, of the same client, by server. They know the servers' variables, and their waiting
+            requests fail when a server does not answer here.
         key: the cluster's key.
-        data_connections: connections of the same client, by server. They know the servers' variables, and
-            their waiting requests fail when a server does not answer here.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[tuple[str, str | Address]],
-        *,
-        key: ClusterKey | None,
-        data_connections: Sequence[ServerConnection] | None = None,
-    ) -> None:
-        if data_connections is None:
-            alone = Membership(session="", task="", key=key)
-            data_connections = [ServerConnection(*server, alone) for server in servers]
-        self._controls = [_Control(connection, key) for connection in data_connections]
+    def __init__(self, connections: Sequence[ServerConnection], *, key: ClusterKey | None) -> None:
+        self._controls = [_Control(connection, key) for connection in connections]
 
     def introduce(self, server: int, welcome: messages.Welcome) -> None:
         """Note which process serves, so that a server that is silent from the start can be judged."""
@@ -75,22 +64,6 @@ class ControlConnections:
     def accept(self, server: int, welcome: messages.Welcome) -> None:
         """Watch another process from now on: it has the server's variables."""
         self._controls[server].accept(welcome)
-
-    def ping(self, server: int, *, timeout_s: float) -> messages.Pong:
-        """Ask a server for a sign of life.
-
-        Raises:
-            ParameterServerLost: it is gone, or does not answer in time.
-        """
-        reply = self._controls[server].ask(messages.Ping(), timeout_s)
-        assert isinstance(reply, messages.Pong)
-        return reply
-
-    def stats(self, server: int, *, timeout_s: float) -> dict[str, object]:
-        """Return numbers about a server, at most half a second old."""
-        reply = self._controls[server].ask(messages.AskStats(), timeout_s)
-        assert isinstance(reply, messages.Stats)
-        return dict(reply.facts)
 
     def check_all(self, options: ClusterOptions) -> None:
         """Check every server once: it answered the last ping, or its silence is judged.
@@ -136,7 +109,7 @@ class ControlConnections:
                 time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Close all connections; requests under way and later ones fail. May be called again."""
+        """Close all connections; later checks do nothing. May be called again."""
         for control in self._controls:
             control.close()
 
@@ -200,21 +173,6 @@ class _Control:
             self._connect_error = None
             self._asked_at = time.monotonic()
 
-    def ask(self, message: Message, timeout_s: float) -> Message:
-        """Ask one question and return the answer."""
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            try:
-                channel = self._connected(deadline)
-                return channel.request(message, timeout_s=_left(deadline)).message
-            except WireError as error:  # also of another task that got the address
-                self._disconnect()
-                # Two things that people look for in different places: a process that hangs or a machine
-                # that is cut off, and a process that is not there.
-                silent = isinstance(error, DeadlineExceeded)
-                what = f"did not answer within {timeout_s:g} s" if silent else "is gone"
-                raise self._data.fail(f"{what}: {error}") from error
-
     def answers(self) -> bool:
         """Return whether the last ping was answered, or still has time. False while no connection is open."""
         if self._is_connecting:
@@ -224,7 +182,7 @@ class _Control:
     def check(self, options: ClusterOptions, *, every_s: float) -> None:
         """Take in the answer to the last ping, or judge its absence; ping again when it is time."""
         if self.is_closed() or not self._lock.acquire(blocking=False):
-            return  # closed, or another thread asks and reports what comes of it
+            return  # closed, or another thread checks
         try:
             now = time.monotonic()
             if not self._lost_because:
@@ -336,13 +294,6 @@ class _Control:
         self._ping = None
         if self._channel is not None:
             self._channel.close()
-
-    def _connected(self, deadline: float) -> Channel:
-        if self._channel is not None and self._channel.is_open:
-            return self._channel
-        self._ping = None
-        self._channel = self._connect(deadline)
-        return self._channel
 
     def _connect(self, deadline: float) -> Channel:
         """Make a connection and check which process answers."""

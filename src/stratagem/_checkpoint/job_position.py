@@ -130,7 +130,7 @@ class JobPosition:
         if len(named) > 1:
             raise ValueError(
                 f"the objects of one checkpoint belong to the jobs "
-                f"{', '.join(one._variables.job.name for one in named)}: use a checkpoint for each job."
+                f"{', '.join(one._variables.job.connection.job for one in named)}: use a checkpoint for each job."
             )
         if not named:
             return None
@@ -143,7 +143,7 @@ class JobPosition:
             CheckpointError: another job has saved into this directory.
         """
         newest = directory.latest()
-        name, other = self._job.name, "" if newest is None else newest.manifest.job
+        name, other = self._job.connection.job, "" if newest is None else newest.manifest.job
         if newest is not None and other not in ("", name):
             raise CheckpointError(
                 f"{directory.path} has checkpoints of job {other!r} (the newest: {newest.path.name}), and this is "
@@ -163,20 +163,20 @@ class JobPosition:
 
         A checkpoint would have them twice: in its variables, and again in the steps after it.
         """
-        if self._caught_up or self._progress(went_on=False)[1] > self._job.last_closure:
+        if self._caught_up or self._progress(went_on=False)[1] > self._job.state.last_closure:
             self._caught_up = True
         return not self._caught_up
 
     @property
     def predecessor(self) -> str:
         """Host and process of the coordinator that this one has replaced; empty if there was none."""
-        return self._job.predecessor
+        return self._job.state.coordinator
 
     # ------------------------------------------------------------------ taking marks
 
     def suspend(self) -> None:
         """Make the job one that cannot be adopted: its variables are about to be replaced."""
-        self._job.before_beat(None)
+        self._job.connection.before_beat = None
         self._marks.clear()
         if self._is_established:
             self._is_established = False
@@ -189,10 +189,10 @@ class JobPosition:
         """
         if not self._caught_up:
             # Servers would take new closures for those of the coordinator before, which the checkpoint may lack.
-            following = max(self._progress(went_on=True)[0], self._job.last_closure + 1)
+            following = max(self._progress(went_on=True)[0], self._job.state.last_closure + 1)
             self._continue_at(following)
         self._caught_up, self._base = True, base
-        self._job.check()
+        self._job.connection.check()
         self._group.variables.flush()
         self._create_optimizers()
         self._group.variables.client.wait_for_writes()
@@ -238,7 +238,7 @@ class JobPosition:
                 self._publish(self._progress(went_on=False)[1])
             return bool(self._marks)
 
-        self._job.before_beat(publish)
+        self._job.connection.before_beat = publish
 
     def _engine(self) -> Any:
         """Return the engine of the strategy's coordinator; None if that has not connected yet."""
@@ -292,8 +292,8 @@ class JobPosition:
         variables.adopt()
         self._create_optimizers()
         content = from_torch_bytes(
-            self._job.record,
-            f"the record of job {self._job.name!r}",
+            self._job.state.record,
+            f"the record of job {self._job.connection.job!r}",
             allow_pickle=self._allow_pickle,
         )
         here = {name: (one.dtype, one.shape) for name, one in content["tensors"].items()}
@@ -313,7 +313,7 @@ class JobPosition:
         ]
         if differences:
             raise JobMismatch(
-                f"the objects of the checkpoint are not those of the live job {self._job.name!r}: "
+                f"the objects of the checkpoint are not those of the live job {self._job.connection.job!r}: "
                 + "; ".join(differences),
                 differences=differences,
             )
@@ -333,7 +333,7 @@ class JobPosition:
             directory,
             self._objects,
             allow_pickle=self._allow_pickle,
-            instance=self._job.instance,
+            instance=self._job.connection.instance,
             base=self._base,
         )
 

@@ -317,7 +317,7 @@ class ServerWriter:
             "task": connection.task,
             "shard": self._server,
             "process": connection.server,
-            "instance": "" if job is None else job.instance,
+            "instance": "" if job is None else job.connection.instance,
             "cut_at": self._made_at,
         }
         return FileReport(

@@ -426,7 +426,7 @@ def connect_servers(
         job.check_backups(backups)
     if not backups:
         return PsClient(addresses, membership, connect_timeout_s=wait_s), None
-    live = () if job is None else job.shards
+    live = () if job is None or not job.is_attaching else job.state.shards
     holders = ShardHolders(addresses, [one.holder for one in live])
     kept = ServerBackups(holders)
     for shard, one in enumerate(live):

@@ -124,7 +124,7 @@ class Engine:
         self._started = True
         log_at_exit(self)
         if self.job is not None:
-            self.job.on_replaced(self.note_replaced)
+            self.job.connection.on_replaced(self.note_replaced)
         for link in self.links.values():
             link.start()
         self._watch.start()

@@ -52,7 +52,7 @@ def make_engine(strategy: ClusterStrategy, options: ClusterOptions) -> Engine:
         setup=setup,
         addresses=addresses,
         key=key,
-        seed=torch.initial_seed() if views.job is None else views.job.seed,
+        seed=torch.initial_seed() if views.job is None else views.job.connection.seed,
     )
     engine = Engine(views, options, functools.partial(WorkerLink, settings=settings), tasks)
     engine.check_membership = WorkerMembership(engine, addresses.workers).check

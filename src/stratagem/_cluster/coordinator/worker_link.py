@@ -358,8 +358,8 @@ class WorkerLink:
                 seed=self._settings.seed,
                 heartbeat_s=options.heartbeat_s,
                 heartbeat_limit_s=options.heartbeat_limit_s,
-                instance="" if job is None else job.instance,
-                epoch=0 if job is None else job.epoch,
+                instance="" if job is None else job.connection.instance,
+                epoch=0 if job is None else job.connection.epoch,
             )
             limit_s = options.connect_timeout_s
             call = channel.begin(opening, outgoing.buffers, timeout_s=limit_s)

@@ -6,7 +6,7 @@ puts the position back; `_cluster/coordinator` numbers closures and incarnations
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 from typing_extensions import override
@@ -15,10 +15,9 @@ from stratagem import _faults as faults
 from stratagem._owner import Owner
 from stratagem._ps.client.job_connection import JobConnection
 from stratagem._ps.client.mapping import ShardLocation
-from stratagem._ps.job_reports import ShardPlace
 from stratagem._ps.number_ranges import NumberRanges
 from stratagem._wire import codec
-from stratagem.errors import CoordinatorReplaced, JobMismatch, MisuseError
+from stratagem.errors import JobMismatch, MisuseError
 
 _SHOWN: Final = 20
 """Differences that an error lists."""
@@ -29,54 +28,26 @@ class NamedJob(Owner):
     """The named job of one strategy.
 
     Attributes:
+        connection: to the servers that hold the job; knows its name, instance, epoch and seed.
+        state: what the servers knew before this coordinator.
         is_attaching: the variables of a live job are being adopted, until `resumed`.
         first_closure: number of the next closure, at the start of this coordinator.
         rewinds: after a server was restored, all of them return to the checkpoint; until then the job cannot be adopted.
     """
 
     def __init__(self, connection: JobConnection) -> None:
-        self._connection = connection
-        self._state = connection.state
-        self.is_attaching = self._state.is_live
+        self.connection = connection
+        self.state = connection.state
+        self.is_attaching = self.state.is_live
         self.first_closure = 1
         self.rewinds = False
         self._is_mixed = False
         self._deleted: dict[int, NumberRanges] = {}
-        for server, ranges in self._state.deleted.items():
+        for server, ranges in self.state.deleted.items():
             self._deleted[server] = NumberRanges()
             self._deleted[server].merge(ranges)
         if self.is_attaching and faults.active is not None:
             faults.active.at("coordinator.in_attach")
-
-    @property
-    def name(self) -> str:
-        """Name of the job."""
-        return self._connection.job
-
-    @property
-    def instance(self) -> str:
-        """Identity of this start of the job."""
-        return self._connection.instance
-
-    @property
-    def epoch(self) -> int:
-        """Number of this coordinator."""
-        return self._connection.epoch
-
-    @property
-    def seed(self) -> int:
-        """Seed of the random streams of the job's closures."""
-        return self._connection.seed
-
-    @property
-    def predecessor(self) -> str:
-        """Host and process of the coordinator that this one has replaced; empty if there was none."""
-        return self._state.coordinator
-
-    @property
-    def shards(self) -> tuple[ShardPlace, ...]:
-        """Holders of the variables of a live job with backups."""
-        return self._state.shards if self._state.is_live else ()
 
     def check_backups(self, backups: int) -> None:
         """Compare the script's number of backups with the live job.
@@ -84,24 +55,14 @@ class NamedJob(Owner):
         Raises:
             JobMismatch: they differ.
         """
-        if self.is_attaching and bool(self._state.shards) != bool(backups):
-            live = int(bool(self._state.shards))
+        if self.is_attaching and bool(self.state.shards) != bool(backups):
+            live = int(bool(self.state.shards))
             self._raise([f"the script has backups={backups}, the live job backups={live}"])
-
-    @property
-    def record(self) -> bytes:
-        """Position of the live job, as the coordinator before this one noted it."""
-        return self._state.record
-
-    @property
-    def last_closure(self) -> int:
-        """The largest number of a closure that wrote under an earlier coordinator of the live job."""
-        return self._state.last_closure
 
     @property
     def first_incarnation(self) -> int:
         """A number below those of the incarnations of workers in this epoch, above those of earlier ones."""
-        return self.epoch << 20
+        return self.connection.epoch << 20
 
     # -- adoption -----------------------------------------------------------------------------
 
@@ -125,7 +86,7 @@ class NamedJob(Owner):
         if not may_lack:
             found += [
                 f"{one.name!r} {one.shape} {one.dtype} of the live job is not created by the script"
-                for (_, number), one in sorted(self._state.variables.items())
+                for (_, number), one in sorted(self.state.variables.items())
                 if number >= next_number
             ]
         self._raise(found)
@@ -136,14 +97,14 @@ class NamedJob(Owner):
         Raises:
             JobMismatch: the job has another class.
         """
-        known = self._state.optimizers.get(number)
+        known = self.state.optimizers.get(number)
         if known is not None and known != class_name:
             self._raise(
                 [f"the optimizer is a {class_name} in the script, a {known} in the live job"]
             )
 
     def _differences(self, wanted: Sequence[tuple[ShardLocation, str, Any]]) -> Iterator[str]:
-        live = self._state.variables
+        live = self.state.variables
         for place, name, _ in wanted:
             dtype = codec.dtype_name(place.dtype)
             made = f"{name!r} {place.shape} {dtype}"
@@ -161,7 +122,7 @@ class NamedJob(Owner):
         shown = "".join(f"\n  - {one}" for one in differences[:_SHOWN])
         more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise JobMismatch(
-            f"the script does not create the variables of the live job {self.name!r}:{shown}{more}\n"
+            f"the script does not create the variables of the live job {self.connection.job!r}:{shown}{more}\n"
             "Start the script that created the job, or use another job name for this one.",
             differences=differences,
         )
@@ -173,10 +134,10 @@ class NamedJob(Owner):
             MisuseError: `restore_or_initialize` was not called.
             CoordinatorReplaced: a newer coordinator has the job.
         """
-        self._connection.check()
+        self.connection.check()
         if self.is_attaching:
             raise MisuseError(
-                f"job {self.name!r} is live, and this script does not continue it. Call "
+                f"job {self.connection.job!r} is live, and this script does not continue it. Call "
                 "CheckpointManager.restore_or_initialize() before scheduling, and begin the loop at the "
                 "step that it returns; or use another job name to begin a new job."
             )
@@ -188,49 +149,37 @@ class NamedJob(Owner):
 
     # -- the connection -----------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise `CoordinatorReplaced` if a newer coordinator has the job."""
-        self._connection.check()
-
-    def on_replaced(self, call: Callable[[CoordinatorReplaced], None]) -> None:
-        """Call a function, in another thread, when a newer coordinator has the job."""
-        self._connection.on_replaced(call)
-
-    def before_beat(self, call: Callable[[], bool] | None) -> None:
-        """Call a function, in another thread, twice a second; more often while it returns True."""
-        self._connection.before_beat = call
-
     def note(self, record: bytes) -> None:
         """Send the position to the servers soon; never wait."""
         if not self._is_mixed:
-            self._connection.note(record)
+            self.connection.note(record)
 
     def note_and_wait(self, record: bytes, *, timeout_s: float) -> None:
         """Send the position and wait until every server has it."""
         if not self._is_mixed:
-            self._connection.note_and_wait(record, timeout_s=timeout_s)
+            self.connection.note_and_wait(record, timeout_s=timeout_s)
 
     def suspend(self, *, timeout_s: float) -> None:
         """Make the job one that cannot be adopted, and wait until every server knows."""
         self._is_mixed = False  # the caller is about to restore all servers
-        self._connection.note_and_wait(b"", timeout_s=timeout_s)
+        self.connection.note_and_wait(b"", timeout_s=timeout_s)
 
     def server_lost(self, server: int) -> None:
         """Note that a server is about to be restored."""
-        self._connection.server_lost(server)
+        self.connection.server_lost(server)
 
     def server_restored(self, server: int, *, is_older: bool) -> None:
         """Note that a server has its variables again, or older ones (`is_older`)."""
         if is_older and self.rewinds:
             self._is_mixed = True
-            self._connection.note(b"")
-        self._connection.server_restored(server)
+            self.connection.note(b"")
+        self.connection.server_restored(server)
 
     @override
     def close(self) -> None:
         """Close the connections. May be called again."""
-        self._connection.close()
+        self.connection.close()
 
     @override
     def __repr__(self) -> str:
-        return f"<NamedJob {self.name!r}, epoch {self.epoch}>"
+        return f"<NamedJob {self.connection.job!r}, epoch {self.connection.epoch}>"

@@ -211,8 +211,6 @@ def test_other_initialisations_fill_what_they_say():
     store.create(1, "t", (200,), torch.float32)
     store.initialise(1, [InitOp(name="uniform", args=(2.0, 3.0), seed=1)])
     assert 2 <= float(store.read(1).min()) < float(store.read(1).max()) <= 3
-    store.initialise(1, [InitOp(name="trunc_normal", args=(0.0, 1.0, -0.5, 0.5), seed=1)])
-    assert float(store.read(1).abs().max()) <= 0.5
     store.initialise(1, [InitOp(name="fill", args=(9.0,))])
     assert set(store.read(1).tolist()) == {9.0}
     with pytest.raises(ValueError, match="unknown initialisation 'xavier'"):

@@ -44,8 +44,8 @@ def memory_kind(operations: Iterable[InitOp]) -> MemoryKind:
 def initialise(tensor: Tensor, operation: InitOp) -> None:
     """Run one initialisation in place.
 
-    Its name is ``zeros``, ``fill`` (value), ``uniform`` (low, high), ``normal`` (mean, std), ``trunc_normal``
-    (mean, std, low, high), ``fill_row`` (row, value) or ``scale`` (factor).
+    Its name is ``zeros``, ``fill`` (value), ``uniform`` (low, high), ``normal`` (mean, std),
+    ``fill_row`` (row, value) or ``scale`` (factor).
 
     Example:
         >>> value = torch.empty(2)
@@ -65,8 +65,6 @@ def initialise(tensor: Tensor, operation: InitOp) -> None:
         tensor.uniform_(args[0], args[1], generator=generator)
     elif name == "normal":
         tensor.normal_(args[0], args[1], generator=generator)
-    elif name == "trunc_normal":
-        torch.nn.init.trunc_normal_(tensor, args[0], args[1], args[2], args[3], generator=generator)
     elif name == "fill_row":
         tensor[int(args[0])].fill_(args[1])
     elif name == "scale":
@@ -74,7 +72,7 @@ def initialise(tensor: Tensor, operation: InitOp) -> None:
     else:
         raise ValueError(
             f"unknown initialisation {name!r}: expected zeros, fill, uniform, normal, "
-            "trunc_normal, fill_row or scale."
+            "fill_row or scale."
         )
 
 

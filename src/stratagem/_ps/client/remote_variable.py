@@ -181,7 +181,7 @@ class RemoteVariable:
                 self.seen = (mapped[0].version,)
                 return mapped[0].tensor
             life = self._life
-            found = self._put_together() if mapped is not None else self._received()
+            found = self._put_together(mapped) if mapped is not None else self._received()
             if self._life is life:
                 self._assembled = found
                 self.seen = self._assembled_from
@@ -194,7 +194,7 @@ class RemoteVariable:
         for one in self.mapped or ():
             one.undo_writes()
 
-    def _put_together(self) -> Tensor:
+    def _put_together(self, mapped: tuple[MappedVariable, ...]) -> Tensor:
         """Return the mapped shards in one tensor, whose memory is used again.
 
         Through `.data`: writes of other workers between two uses of the table are no mistake of the function that
@@ -203,9 +203,10 @@ class RemoteVariable:
         room = self._assembled
         if room is None:
             room, self._assembled_from = torch.empty(self.shape, dtype=self.dtype), ()
-        if self.versions() != self._assembled_from:
-            self.read_into(room.data)
-            self._assembled_from = self.seen
+        versions = tuple(one.version for one in mapped)
+        if versions != self._assembled_from:
+            torch.cat([one.tensor for one in mapped], out=room.data)
+            self._assembled_from = versions
         return room
 
     def _received(self) -> Tensor:
@@ -226,26 +227,11 @@ class RemoteVariable:
         self._assembled_from = tuple(version for _, version in found)
         return room
 
-    def read_into(self, target: Tensor) -> None:
-        """Read all rows into the caller's memory."""
-        if self.mapped is not None:
-            self.seen = tuple(one.version for one in self.mapped)
-            parts = [one.tensor for one in self.mapped]
-        else:
-            found = self._client.read(self.places)
-            self.seen = tuple(version for _, version in found)
-            parts = [value for value, _ in found]
-        if len(parts) == 1:
-            target.copy_(parts[0])
-        else:
-            torch.cat(parts, out=target)
-
     def rows(self, ids: Tensor) -> Tensor:
         """Return a new tensor with these rows; `ids` are sorted, unique and in range."""
-        if kernels is not None:  # they take rows from all shards in one pass
-            taken = self.rows_as_asked(ids)
-            if taken is not None:
-                return taken
+        taken = self.rows_as_asked(ids)
+        if taken is not None:
+            return taken
         cuts = self.layout.cut_sorted(ids)
         wanted = [
             (place, ids[begin:end] - offset if offset else ids[begin:end])
@@ -268,7 +254,7 @@ class RemoteVariable:
         return found[0][0] if len(found) == 1 else torch.cat([rows for rows, _ in found])
 
     def rows_as_asked(self, ids: Tensor) -> Tensor | None:
-        """Return a new tensor with these rows, in any order and repeated; None without shared memory or kernels.
+        """Return a new tensor with these rows, in any order and repeated; None without shared memory.
 
         `ids` are in range.
         """
@@ -279,15 +265,22 @@ class RemoteVariable:
             if not client.outbox.is_idle:
                 client.wait_for_writes()
             mapped = self.mapped  # a shard may have moved meanwhile
-            if mapped is None or (len(mapped) > 1 and kernels is None):
+            if mapped is None:
                 return None
             self.seen = tuple([one.version for one in mapped])
             if len(mapped) == 1:
                 return take_rows(mapped[0].tensor, ids)
             for one, offset in zip(mapped, self.layout.offsets, strict=True):
                 touch_rows(one.tensor, ids, offset)
-            assert kernels is not None
-            return kernels.take(self._shards(mapped), ids)
+            if kernels is not None:
+                return kernels.take(self._shards(mapped), ids)
+            rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
+            for one, offset, size in zip(
+                mapped, self.layout.offsets, self.layout.sizes, strict=True
+            ):
+                places = ((ids >= offset) & (ids < offset + size)).nonzero().flatten()
+                rows[places] = one.tensor[ids[places] - offset]
+            return rows
 
     # -------------------------------------------------------------- writing
 

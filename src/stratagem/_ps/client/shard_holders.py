@@ -81,20 +81,6 @@ class ShardHolders:
         return f"<ShardHolders {self.holders}>"
 
 
-def connections_of(
-    servers: Sequence[tuple[str, str | Address]],
-    membership: Membership,
-    holders: ShardHolders | None,
-) -> list[ServerConnection]:
-    """Return a connection for each server; with backups, to its shard."""
-    if holders is None:
-        return [ServerConnection(*server, membership) for server in servers]
-    return [
-        ServerConnection(*server, replace(membership, shard=shard))
-        for shard, server in enumerate(servers)
-    ]
-
-
 @final
 class Failover:
     """Finds the process that has taken a shard over, for the client of a worker.
@@ -120,29 +106,11 @@ class Failover:
         self._mappings = mappings
         self._limit_s = config.partition_limit_s()
         self.is_stopped = False
+        """Set when the client is not used any more: searches end. Any thread may set it."""
         self.moves = 0
         self.on_move: Callable[[], None] | None = None
         for shard, connection in enumerate(connections):
             connection.recovery = functools.partial(self._find, shard)
-
-    @classmethod
-    def of(
-        cls,
-        connections: Sequence[ServerConnection],
-        holders: ShardHolders | None,
-        membership: Membership,
-        mappings: Mappings,
-    ) -> Failover | None:
-        """Return the failover of a client; None without backups, and for the coordinator, which decides."""
-        if holders is None or membership.is_owner:
-            return None
-        return cls(connections, holders, membership, mappings)
-
-    @staticmethod
-    def stop(failover: Failover | None) -> None:
-        """End searches: the client is not used any more. Any thread may call it."""
-        if failover is not None:
-            failover.is_stopped = True
 
     def _find(self, shard: int, error: Exception) -> bool:
         """Ask all processes for a shard until one has it; False if none has in time."""

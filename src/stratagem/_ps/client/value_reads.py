@@ -10,35 +10,25 @@ from torch import Tensor
 from stratagem import config
 from stratagem._ps import types
 from stratagem._ps.client.mapping import ShardLocation
-from stratagem._ps.client.server_connection import Pending, ServerConnection
+from stratagem._ps.client.server_connection import ServerConnection
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.frames import Placing
-from stratagem._wire.messages import Frame
-
-_Reads = dict[int, list[tuple[int, messages.ReadItem]]]
-"""Items to read by server, each with its index in the answer."""
+from stratagem._wire.messages import Frame, TensorRef
 
 
 def read_values(
     connections: Sequence[ServerConnection], places: Sequence[ShardLocation]
 ) -> list[tuple[Tensor, int]]:
-    """Return whole values with their versions: large ones in pieces, many in several requests."""
-    found: dict[int, tuple[Tensor, int]] = {}
-    items: _Reads = {}
-    asked: dict[int, int] = {}  # bytes, by server
-    for index, place in enumerate(places):
-        pieces = place.pieces()
-        if len(pieces) > 1:
-            found[index] = _read_pieces(connections[place.server], place, pieces)
-            continue
-        if items.get(place.server) and asked[place.server] + place.nbytes > types.TRANSFER_BYTES:
-            found.update(_collect(connections, items, {}, _nothing))
-            items, asked = {}, {}
-        asked[place.server] = asked.get(place.server, 0) + place.nbytes
-        items.setdefault(place.server, []).append((index, messages.ReadItem(place.variable)))
-    found.update(_collect(connections, items, {}, _nothing))
-    return [found[index] for index in range(len(places))]
+    """Return whole values with their versions."""
+    newer = read_newer(connections, [(place, -1) for place in places])
+    found = []
+    for place in places:
+        memory, version = newer[place.server, place.variable]
+        assert memory is not None
+        ref = TensorRef(codec.dtype_name(place.dtype), place.shape)
+        found.append((codec.tensor_over(ref, memory), version))
+    return found
 
 
 def read_rows(
@@ -48,18 +38,25 @@ def read_rows(
 ) -> list[tuple[Tensor, int]]:
     """Return rows of variables with versions; `while_waiting` is called when all requests are sent."""
     narrow = config.wire_dtype()
-    items: _Reads = {}
-    outgoing: dict[int, Outgoing] = {}
+    asked: dict[int, tuple[list[int], list[messages.ReadItem], Outgoing]] = {}
     for index, (place, ids) in enumerate(wanted):
-        ref = outgoing.setdefault(place.server, Outgoing()).add(ids)
-        item = messages.ReadItem(place.variable, ids=ref, dtype=narrow)
-        items.setdefault(place.server, []).append((index, item))
-    found = _collect(connections, items, outgoing, while_waiting)
-    if narrow:
-        return [
-            (found[index][0].to(place.dtype), found[index][1])
-            for index, (place, _) in enumerate(wanted)
-        ]
+        indices, items, outgoing = asked.setdefault(place.server, ([], [], Outgoing()))
+        indices.append(index)
+        items.append(messages.ReadItem(place.variable, ids=outgoing.add(ids), dtype=narrow))
+    calls = []
+    for server, (indices, items, outgoing) in asked.items():
+        message = messages.Read(items=tuple(items))
+        calls.append((server, indices, connections[server].begin(message, outgoing.buffers)))
+    while_waiting()
+    found: dict[int, tuple[Tensor, int]] = {}
+    for server, indices, pending in calls:
+        frame = connections[server].collect(pending)
+        assert isinstance(frame.message, messages.Values)
+        for index, ref, version in zip(
+            indices, frame.message.values, frame.message.versions, strict=True
+        ):
+            rows = codec.tensor_from(ref, frame)
+            found[index] = (rows.to(wanted[index][0].dtype) if narrow else rows), version
     return [found[index] for index in range(len(wanted))]
 
 
@@ -130,14 +127,14 @@ def read_newer(
             small.append((place, known))
             continue
         connection = connections[place.server]
-        reply = connection.request(messages.AskVersions(variables=(place.variable,))).message
-        assert isinstance(reply, messages.Versions)
-        now = reply.versions[place.variable]
-        if now == known:
-            found[place.server, place.variable] = (None, now)
-        else:
-            value, version = _read_pieces(connection, place, pieces)
-            found[place.server, place.variable] = (codec.bytes_of(value), version)
+        if known >= 0:
+            reply = connection.request(messages.AskVersions(variables=(place.variable,))).message
+            assert isinstance(reply, messages.Versions)
+            if reply.versions[place.variable] == known:
+                found[place.server, place.variable] = (None, known)
+                continue
+        value, version = _read_pieces(connection, place, pieces)
+        found[place.server, place.variable] = (codec.bytes_of(value), version)
     calls = []
     for server, items in newer_items(small).items():
         sizes = {one.variable: one.nbytes for one, _ in small if one.server == server}
@@ -182,32 +179,3 @@ def _read_pieces(
         whole[start : start + count].copy_(piece)
         version = frame.message.versions[0]
     return whole, version
-
-
-def _collect(
-    connections: Sequence[ServerConnection],
-    items: _Reads,
-    outgoing: Mapping[int, Outgoing],
-    while_waiting: Callable[[], object],
-) -> dict[int, tuple[Tensor, int]]:
-    """Send one Read per server; return the values by their index in the answer."""
-    calls: list[tuple[int, list[int], Pending]] = []
-    for server, some in items.items():
-        message = messages.Read(items=tuple(item for _, item in some))
-        buffers = outgoing[server].buffers if server in outgoing else ()
-        pending = connections[server].begin(message, buffers)
-        calls.append((server, [index for index, _ in some], pending))
-    while_waiting()
-    found: dict[int, tuple[Tensor, int]] = {}
-    for server, indices, pending in calls:
-        frame = connections[server].collect(pending)
-        assert isinstance(frame.message, messages.Values)
-        for index, ref, version in zip(
-            indices, frame.message.values, frame.message.versions, strict=True
-        ):
-            found[index] = (codec.tensor_from(ref, frame), version)
-    return found
-
-
-def _nothing() -> None:
-    """Do nothing while replies are on their way."""

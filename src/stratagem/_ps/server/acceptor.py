@@ -11,8 +11,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, final
 
 from stratagem import config
 from stratagem._wire import messages
@@ -21,6 +21,9 @@ from stratagem._wire.failures import failure_from
 from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Frame
 from stratagem.errors import ConnectionLost, ProtocolError, WireError
+
+if TYPE_CHECKING:
+    from stratagem._ps.server.loop import ParameterServer
 
 _log = logging.getLogger("stratagem.ps")
 
@@ -31,27 +34,11 @@ _UNREAD_BYTES: Final = 1 << 20
 """Replies that a control connection may leave unread."""
 
 
-class Serving(Protocol):
-    """Interface of the server for the acceptor, called from the acceptor's thread."""
-
-    task: str
-    facts: Mapping[str, object]
-
-    def welcome(self) -> messages.Welcome:
-        """Return the answer to a Hello."""
-
-    def pong(self) -> messages.Pong:
-        """Return the answer to a Ping."""
-
-    def take_over(self, channel: Channel, task: str, frames: Sequence[Frame]) -> None:
-        """Serve a data connection, and the frames it has already sent."""
-
-
 @final
 class Acceptor:
     """Accepts connections, reads their Hellos and answers control connections, in a thread of its own."""
 
-    def __init__(self, server: Serving, listener: Listener) -> None:
+    def __init__(self, server: ParameterServer, listener: Listener) -> None:
         self._server = server
         self._listener = listener
         self._poll = select.poll()

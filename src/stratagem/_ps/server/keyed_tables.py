@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
@@ -20,25 +20,8 @@ from stratagem._ps.rows import put_rows
 from stratagem._ps.types import Gradient, InitOp
 from stratagem.errors import NotFoundError
 
-
-class TableStore(Protocol):
-    """Part of the store that dynamic tables need."""
-
-    @property
-    def is_watched(self) -> bool:
-        """True if `before_write` must be called before rows change."""
-
-    def read(self, variable: int) -> Tensor:
-        """Return the memory of a variable."""
-
-    def before_write(self, variable: int, ids: Tensor | None = None) -> None:
-        """Prepare for a write of rows, ascending and unique."""
-
-    def reset_state(self, variable: int, rows: Tensor) -> None:
-        """Set optimizer state of rows to that before the first step."""
-
-    def count_rows(self, nbytes: int) -> None:
-        """Count bytes of new rows; MemoryError if the server has no memory for them."""
+if TYPE_CHECKING:
+    from stratagem._ps.server.store import VariableStore
 
 
 @dataclass(slots=True)
@@ -53,7 +36,7 @@ class _Keyed:
 class KeyedTables:
     """The dynamic tables of one store."""
 
-    def __init__(self, store: TableStore) -> None:
+    def __init__(self, store: VariableStore) -> None:
         self._store = store
         self._tables: dict[int, _Keyed] = {}  # by the variable of rows
         self._of_keys: dict[int, int] = {}  # variable of keys → variable of rows

@@ -231,7 +231,7 @@ class ParameterServer(Owner):
             f"{len(self._connections)} connections, {self._served} messages served>"
         )
 
-    # -- for the acceptor ---------------------------------------------------------------------
+    # -- for the acceptor's thread ---------------------------------------------------------------------
 
     def welcome(self) -> messages.Welcome:
         """Return the answer to a Hello."""

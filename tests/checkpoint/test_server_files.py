@@ -314,6 +314,28 @@ def test_a_server_writes_only_where_it_may(
             checkpoint.restore(tmp_path / "b")
 
 
+def test_a_directory_that_cannot_be_written_any_more(tmp_path: Path) -> None:
+    """The error says so, training goes on, and the next save succeeds when the directory is back."""
+    place, elsewhere = tmp_path / "saves", tmp_path / "elsewhere"
+    with sg.LocalCluster(workers=1, ps=2) as cluster:
+        made = Program(cluster, 2, "adagrad")
+        with made.strategy, made.coordinator:
+            with sg.CheckpointManager(made.checkpoint, place, every_steps=1) as manager:
+                manager.save(1, wait=True)
+                place.rename(elsewhere)
+                for save in (manager.save, manager.step):
+                    with pytest.raises(
+                        CheckpointError, match=r"saves cannot be written: .*No such"
+                    ):
+                        save(2)
+                with pytest.raises(CheckpointError, match=r"cannot be written: .*No such"):
+                    made.checkpoint.save("/proc/no")
+                made.train(1)
+                elsewhere.rename(place)
+                manager.save(3, wait=True)
+                assert [one.step for one in manager.all()] == [1, 3]
+
+
 MEMORY = """
 import resource, sys, torch
 import stratagem as sg

@@ -333,9 +333,19 @@ def _described(tensor: RemoteTensor) -> StoredTensor:
 
 @contextmanager
 def probe_in(directory: Path) -> Iterator[str]:
-    """Make a file by which servers recognise a directory; remove it in the end."""
+    """Make a file by which servers recognise a directory; remove it in the end.
+
+    Raises:
+        CheckpointError: that is not possible.
+    """
     name = f"{PROBE}{secrets.token_hex(8)}"
-    (directory / name).touch(exist_ok=False)
+    try:
+        (directory / name).touch(exist_ok=False)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be written: {error}. Checkpoints saved before are untouched. Repair the directory, "
+            "or use another one."
+        ) from error
     try:
         yield name
     finally:

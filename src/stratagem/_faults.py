@@ -100,6 +100,14 @@ class Fault:
             raise ValueError(f"point={self.point!r}: expected one of {', '.join(POINTS)}.")
         if self.action not in ("kill", "stop", "delay", "drop"):
             raise ValueError(f"action={self.action!r}: expected 'kill', 'stop', 'delay' or 'drop'.")
+        if self.after < 0:
+            raise ValueError(f"after={self.after!r}: expected 0 or more.")
+        if self.times is not None and self.times < 1:
+            raise ValueError(f"times={self.times!r}: expected at least 1, or None.")
+        if not 0 < self.probability <= 1:
+            raise ValueError(f"probability={self.probability!r}: expected more than 0, at most 1.")
+        if not self.seconds >= 0:
+            raise ValueError(f"seconds={self.seconds!r}: expected 0 or more.")
         wrong = [point for point in found if point not in DROPS]
         if self.action == "drop" and wrong:
             raise ValueError(
@@ -200,10 +208,10 @@ active: FaultPlan | None = None
 """The faults of this process."""
 
 
-def activate(directory: Path | None, task: str) -> None:
-    """Set the faults of this process; None for none."""
+def activate(directory: Path, task: str) -> None:
+    """Set the faults of this process."""
     global active
-    active = None if directory is None else FaultPlan(directory, task)
+    active = FaultPlan(directory, task)
 
 
 def activate_from_environment(task: str) -> None:

@@ -76,7 +76,7 @@ def inject(*faults: Fault) -> Iterator[Injection]:
     """Inject faults into this process (as ``/job:chief/task:0``) and into tasks started in the block.
 
     Create the `LocalCluster` inside the block. Tasks that are threads of this process (``in_process=True``) count as
-    part of this process: a fault that kills them kills it.
+    part of this process: a fault that kills them kills it. A block inside another one replaces its faults until it ends.
 
     Args:
         faults: the faults; see `Fault`.
@@ -106,11 +106,12 @@ def inject(*faults: Fault) -> Iterator[Injection]:
         injection = Injection(directory)
         before = config.environment(_faults.VARIABLE)
         config.set_environment(_faults.VARIABLE, name)
+        active = _faults.active
         _faults.activate(directory, "/job:chief/task:0")
         try:
             yield injection
         finally:
-            _faults.activate(None, "")
+            _faults.active = active
             config.set_environment(_faults.VARIABLE, before)
             injection._end()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conserved import STEP_LIMIT_S, ConservedRun
@@ -321,3 +322,21 @@ def test_wrong_faults_are_refused() -> None:
         Fault(point="server.in_cut", action="explode")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dropped at"):
         Fault(point="server.in_cut", action="drop")
+    wrong: dict[str, Any]
+    for wrong in ({"after": -1}, {"times": 0}, {"probability": 2.0}, {"seconds": -1.0}):
+        [(name, value)] = wrong.items()
+        with pytest.raises(ValueError, match=f"{name}={value}: expected"):
+            Fault(point="server.in_cut", action="delay", **wrong)
+
+
+def test_faults_of_a_block_continue_after_a_block_inside_it(tmp_path: Path) -> None:
+    delay = Fault(point="coordinator.before_rename", action="delay", seconds=0.0, times=None)
+    checkpoint = sg.Checkpoint(epoch=1)
+    with sg.testing.inject(delay) as outer:
+        with sg.testing.inject() as inner:
+            checkpoint.save(tmp_path / "one")
+        assert outer.count() == inner.count() == 0
+        checkpoint.save(tmp_path / "two")
+        assert outer.count() == 1
+    checkpoint.save(tmp_path / "three")
+    assert outer.count() == 1

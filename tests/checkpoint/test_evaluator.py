@@ -150,6 +150,35 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         sg.Evaluator(tmp_path, lambda: nn.Linear(3, 1), bias).run()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"checkpoint_directory": None}, TypeError, "checkpoint_directory=None has type NoneType"),
+        ({"checkpoint_directory": ""}, ValueError, "checkpoint_directory='': expected a path"),
+        ({"build": nn.Linear(2, 1)}, TypeError, "build has type Linear: expected a function"),
+        ({"evaluate": None}, TypeError, "evaluate has type NoneType: expected a function"),
+        ({"max_evaluations": "3"}, TypeError, "max_evaluations='3' has type str"),
+        ({"max_evaluations": 0}, ValueError, "max_evaluations=0: expected a whole number ≥ 1"),
+        ({"poll_s": -1}, ValueError, "poll_s=-1: expected a positive number of seconds"),
+        ({"timeout_s": None}, TypeError, "timeout_s=None: expected a positive number of seconds"),
+    ],
+)
+def test_bad_arguments(
+    tmp_path: Path, wrong: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        sg.Evaluator(
+            **{"checkpoint_directory": tmp_path, "build": build, "evaluate": bias, **wrong}
+        )
+
+
+def test_results_that_are_no_numbers(tmp_path: Path) -> None:
+    with sg.CheckpointManager(sg.Checkpoint(model=build()), tmp_path) as manager:
+        manager.save(1)
+    with pytest.raises(TypeError, match="metric 'auc' is 'high': expected a number"):
+        sg.Evaluator(tmp_path, build, lambda _: {"auc": "high"}).run()  # type: ignore[dict-item]
+
+
 def test_the_random_streams_are_left_alone(tmp_path: Path) -> None:
     with sg.CheckpointManager(sg.Checkpoint(model=build()), tmp_path) as manager:
         manager.save(1, final=True)

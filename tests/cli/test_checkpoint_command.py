@@ -117,7 +117,9 @@ def test_to_torch_says_why_a_file_cannot_be_written(
 ) -> None:
     output = tmp_path / "no such directory" / "one.pt"
     assert main(["checkpoint", "to-torch", str(directory), str(output)]) == 1
-    assert f"{output} cannot be written" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{output} cannot be written" in error
+    assert ".. " not in error
 
 
 def test_diff(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,3 +122,10 @@ def tasks_of(owner: int) -> list[int]:
         return [int(word) for word in path.read_text().split()]
 
     return [task for child in children(owner) for task in children(child)]
+
+
+def test_bad_arguments_of_detached_clusters() -> None:
+    with pytest.raises(ValueError, match="ps=0: expected a whole number of at least 1"):
+        sg.DetachedCluster("dev", ps=0)
+    with pytest.raises(TypeError, match="workers='2' has type str"):
+        sg.DetachedCluster("dev", workers="2")  # type: ignore[arg-type]

@@ -20,8 +20,9 @@ from torch import nn
 
 from stratagem._checkpoint import evaluations
 from stratagem._checkpoint.checkpoint import read_content, restore_objects
-from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint
+from stratagem._checkpoint.directory import CheckpointDirectory, SavedCheckpoint, checked_path
 from stratagem._checkpoint.evaluations import Evaluation
+from stratagem._checkpoint.manager_arguments import check_evaluator_arguments, checked_metrics
 from stratagem._owner import Owner
 from stratagem.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointTimeout
 
@@ -75,9 +76,15 @@ class Evaluator(Owner):
         tensorboard: bool | None = None,
         allow_pickle: bool = False,
     ) -> None:
-        if max_evaluations is not None and max_evaluations < 1:
-            raise ValueError(f"max_evaluations={max_evaluations!r}: expected at least 1, or None.")
-        self._directory = CheckpointDirectory(Path(checkpoint_directory))
+        path = checked_path("checkpoint_directory", checkpoint_directory)
+        check_evaluator_arguments(
+            build=build,
+            evaluate=evaluate,
+            max_evaluations=max_evaluations,
+            poll_s=poll_s,
+            timeout_s=timeout_s,
+        )
+        self._directory = CheckpointDirectory(path)
         self._build = build
         self._evaluate = evaluate
         self._max_evaluations = max_evaluations
@@ -167,7 +174,7 @@ class Evaluator(Owner):
             raise TypeError(
                 f"evaluate returned {found!r}: expected numbers by name, such as {{'auc': 0.71}}."
             )
-        metrics = {name: float(value) for name, value in found.items()}
+        metrics = checked_metrics(found)
         result = Evaluation(
             saved.manifest.identity, saved.step, metrics, time.monotonic() - began, time.time()
         )

@@ -1,4 +1,4 @@
-"""Check the arguments of `CheckpointManager`."""
+"""Check the arguments of `CheckpointManager` and `Evaluator`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import numbers
 import operator
 from collections.abc import Mapping
 from typing import Any
+
+from torch import nn
 
 from stratagem._checkpoint.checkpoint import Checkpoint
 
@@ -43,6 +45,33 @@ def check_manager_arguments(
     for name, value in counts.items():
         _check_positive(name, value, numbers.Integral, "a whole number ≥ 1, or None")
     _check_positive("every_s", every_s, numbers.Real, "a positive number of seconds, or None")
+
+
+def check_evaluator_arguments(
+    *, build: object, evaluate: object, max_evaluations: object, poll_s: object, timeout_s: object
+) -> None:
+    """Refuse arguments of an `Evaluator` of a wrong type or value.
+
+    Raises:
+        TypeError: a wrong type.
+        ValueError: a wrong value.
+    """
+    if not callable(build) or isinstance(build, nn.Module):
+        raise TypeError(
+            f"build has type {type(build).__name__}: expected a function that returns a new model, such as "
+            "`lambda: Clicks()`."
+        )
+    if not callable(evaluate):
+        raise TypeError(
+            f"evaluate has type {type(evaluate).__name__}: expected a function that takes the model and returns "
+            "numbers by name."
+        )
+    expected = "a whole number ≥ 1, or None"
+    _check_positive("max_evaluations", max_evaluations, numbers.Integral, expected)
+    for name, value in (("poll_s", poll_s), ("timeout_s", timeout_s)):
+        if value is None:
+            raise TypeError(f"{name}=None: expected a positive number of seconds.")
+        _check_positive(name, value, numbers.Real, "a positive number of seconds")
 
 
 def _check_positive(name: str, value: object, kind: type, expected: str) -> None:

@@ -148,8 +148,9 @@ def to_torch(path: Path, output: Path, *, allow_pickle: bool) -> Outcome:
     except (OSError, RuntimeError) as error:  # torch raises both for files that it cannot write
         if output.is_file():
             output.unlink()
+        reason = str(error).removesuffix(".")  # some of torch's errors end with one
         raise CheckpointError(
-            f"{output} cannot be written: {error}. Give a path whose directory exists, may be written and has "
+            f"{output} cannot be written: {reason}. Give a path whose directory exists, may be written and has "
             "enough space."
         ) from error
     written = size(output.stat().st_size)

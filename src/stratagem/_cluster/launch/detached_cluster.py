@@ -27,6 +27,7 @@ from stratagem._cluster.launch.cluster_file import (
 )
 from stratagem._cluster.launch.launcher import import_meanwhile
 from stratagem._cluster.launch.local_cluster import START_TIMEOUT_S, LocalCluster
+from stratagem._cluster.launch.supervised_cluster import check_count
 from stratagem.errors import StartupError
 
 _NAME: Final = re.compile(r"[\w.-]{1,100}")
@@ -55,6 +56,7 @@ class DetachedCluster:
         start_timeout_s: how long the start may take.
 
     Raises:
+        TypeError, ValueError: an argument is not a valid name or number.
         StartupError: the cluster could not start, or the running one of this name has other numbers of tasks.
 
     Example::
@@ -79,6 +81,8 @@ class DetachedCluster:
         *,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
+        check_count("workers", workers)
+        check_count("ps", ps)
         self.name = name
         self._path = path_of(name)
         if not is_running(name):

@@ -187,4 +187,4 @@ def test_state_of_another_shape_allocates_nothing() -> None:
         client.create_optimizer(0, 1, "torch.optim.Adam", groups)
         huge = messages.StateItem(1, "exp_avg", messages.TensorRef("float32", (1 << 40,)))
         with pytest.raises(ProtocolError, match="not the variable's"):
-            client._ask(0, messages.WriteState(optimizer=1, items=(huge,)))
+            client.ask(0, messages.WriteState(optimizer=1, items=(huge,)))

@@ -28,10 +28,8 @@ from stratagem.errors import ConnectionLost, DeadlineExceeded, WireError
 _STOP_SLICE_S = 0.1
 """How often an attempt to connect asks whether it should end."""
 
-_INVALID_IN_HOSTS: Final = re.compile(r"[^A-Za-z0-9_.-]")
-"""Underscores are not allowed in host names, but some networks use them."""
-
-_LONGEST_NAME: Final = 253
+_NAME: Final = re.compile(r"(?=.{1,253}$)[\w-]{1,63}(\.[\w-]{1,63})*\.?")
+"""Of a host. Underscores are not allowed in host names, but some networks use them."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -78,36 +76,22 @@ def check_destination(address: str) -> None:
             f"{address!r} is not an address to connect to: expected a host and a port from 1 to "
             f"65535, such as 'localhost:2222'"
         )
-    why = _why_no_host(host)
-    if why is not None:
+    if not _is_host(host):
         raise ValueError(
-            f"{address!r} has an invalid host: {why}. Expected host:port, such as "
+            f"{address!r} has an invalid host, {host!r}: expected host:port, such as "
             f"'localhost:2222', '10.0.0.5:2222' or '[::1]:2222'"
         )
 
 
-def _why_no_host(host: str) -> str | None:
-    if ":" in host:
-        try:
-            ipaddress.IPv6Address(host)
-        except ValueError as error:
-            return f"{host!r} is not an IPv6 address ({error})"
-        return None
+def _is_host(host: str) -> bool:
+    """Return whether a text can be a host: a name, or an address of IPv4 or IPv6."""
+    if ":" not in host and not host.rstrip(".").rpartition(".")[2].isdigit():
+        return _NAME.fullmatch(host) is not None
     try:
-        name = host.encode("idna").decode()  # as Python does before a lookup
-    except UnicodeError as error:
-        return f"{host!r} is not a name ({error.__cause__ or error})"
-    invalid = _INVALID_IN_HOSTS.search(name)
-    if invalid is not None:
-        return f"{host!r} contains {invalid.group()!r}"
-    if len(name) > _LONGEST_NAME:
-        return f"it has {len(name)} characters, the longest name has {_LONGEST_NAME}"
-    if name.rstrip(".").rpartition(".")[2].isdigit():  # no name ends so
-        try:
-            socket.inet_aton(name)
-        except OSError:
-            return f"{host!r} is not an IPv4 address"
-    return None
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def descriptor_limit() -> int:

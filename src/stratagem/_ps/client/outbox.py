@@ -133,7 +133,7 @@ class Outbox:
             buffers.reset()
         elif buffers.used_bytes >= HALF_BYTES or self._in_half[buffers.current] >= HALF_WRITES:
             other = 1 - buffers.current
-            self._wait(half=other)
+            self.wait(half=other)
             buffers.switch()
         return WriteBatch(buffers, self.destinations)
 
@@ -196,9 +196,39 @@ class Outbox:
             self._interrupted()
             raise
 
-    def wait(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
-        """Wait until every write is acknowledged; see `PsClient.wait_for_writes`."""
-        return self._wait(timeout_s)
+    def wait(
+        self, *, timeout_s: float | None = None, half: int | None = None
+    ) -> dict[tuple[int, int], int]:
+        """Take in acknowledgements, oldest first; return the versions of the variables written.
+
+        `half`: only until no write reads this half of the send buffers.
+
+        Raises:
+            Exception: the first error of a write of the present closure; the others are in its notes.
+        """
+        versions: dict[tuple[int, int], int] = {}
+        first: Exception | None = None
+        try:
+            self._send_gathered()
+            while self._unacknowledged if half is None else self._in_half[half]:
+                write = self._unacknowledged[0]
+                try:
+                    self._take_reply(write, versions, timeout_s)
+                except Exception as error:  # noqa: BLE001 - raised when all replies are here
+                    self._after(error)
+                    if write.closure != self._closure and write.closure is not None:
+                        self.failures.setdefault(write.closure, error)
+                    elif first is None:
+                        first = error
+                    else:
+                        first.add_note(f"also: {type(error).__name__}: {error}")
+                self._remove_oldest()
+        except BaseException:  # wherever it struck: a reply taken but not noted would be awaited
+            self._interrupted()
+            raise
+        if first is not None:
+            raise first
+        return versions
 
     def progress(self) -> None:
         """Send gathered writes and take in acknowledgements that have arrived; never wait."""
@@ -300,40 +330,6 @@ class Outbox:
                 "STRATAGEM_FRAME_BYTES for the servers."
             )
         pending.message, pending.buffers = message, buffers
-
-    def _wait(
-        self, timeout_s: float | None = None, *, half: int | None = None
-    ) -> dict[tuple[int, int], int]:
-        """Take in acknowledgements, oldest first; return the versions of the variables written.
-
-        `half`: only until no write reads this half of the send buffers.
-
-        Raises:
-            Exception: the first error of a write of the present closure; the others are in its notes.
-        """
-        versions: dict[tuple[int, int], int] = {}
-        first: Exception | None = None
-        try:
-            self._send_gathered()
-            while self._unacknowledged if half is None else self._in_half[half]:
-                write = self._unacknowledged[0]
-                try:
-                    self._take_reply(write, versions, timeout_s)
-                except Exception as error:  # noqa: BLE001 - raised when all replies are here
-                    self._after(error)
-                    if write.closure != self._closure and write.closure is not None:
-                        self.failures.setdefault(write.closure, error)
-                    elif first is None:
-                        first = error
-                    else:
-                        first.add_note(f"also: {type(error).__name__}: {error}")
-                self._remove_oldest()
-        except BaseException:  # wherever it struck: a reply taken but not noted would be awaited
-            self._interrupted()
-            raise
-        if first is not None:
-            raise first
-        return versions
 
     def _send_gathered(self) -> None:
         """Send gathered writes to all servers, so that these work at the same time."""

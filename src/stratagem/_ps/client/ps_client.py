@@ -234,7 +234,7 @@ class PsClient(Owner):
                     missing.setdefault(place.server, []).append(place)
             for server, some in missing.items():
                 message = messages.Locate(variables=tuple(place.variable for place in some))
-                located = self._ask(server, message).message
+                located = self.ask(server, message).message
                 assert isinstance(located, messages.Located)
                 if not self._mappings.add(server, some, located):
                     self._shares_reads[server] = False
@@ -267,7 +267,7 @@ class PsClient(Owner):
 
     def versions(self, server: int, variables: Sequence[int] = ()) -> dict[int, int]:
         """Return versions of variables on one server; of all of them if none is named."""
-        reply = self._ask(server, messages.AskVersions(variables=tuple(variables))).message
+        reply = self.ask(server, messages.AskVersions(variables=tuple(variables))).message
         assert isinstance(reply, messages.Versions)
         return dict(reply.versions)
 
@@ -355,7 +355,7 @@ class PsClient(Owner):
             defaults=sequences_as_tuples(defaults),
             attributes=sequences_as_tuples(attributes),
         )
-        self._ask(server, message)
+        self.ask(server, message)
         self.replacement.note_optimizer(server, message)
 
     def read_state(self, server: int, optimizer: int, variables: Sequence[int]) -> list[StateEntry]:
@@ -438,7 +438,8 @@ class PsClient(Owner):
 
     def ask(self, server: int, message: Message) -> Frame:
         """Send one request and return the reply."""
-        return self._ask(server, message)
+        with self._lock:
+            return self._connections[server].request(message)
 
     def ask_each(self, wanted: Sequence[tuple[int, Message, Sequence[Buffer]]]) -> list[Frame]:
         """Send requests to servers, all at once, and return the replies in their order."""
@@ -465,10 +466,6 @@ class PsClient(Owner):
 
     def _everywhere(self, message: Message) -> dict[int, Message]:
         return dict.fromkeys(range(len(self._connections)), message)
-
-    def _ask(self, server: int, message: Message) -> Frame:
-        with self._lock:
-            return self._connections[server].request(message)
 
     def _ask_all(self, wanted: Mapping[int, Message]) -> None:
         """Send one request to each server, all at once; raise the first error when all have replied."""

@@ -107,7 +107,7 @@ class Pending:
 
 @final
 class ServerConnection:
-    """Requests to one server. Not thread-safe, except `fail` and `give_up`; `PsClient` holds a lock.
+    """Requests to one server. Not thread-safe, except `give_up`; `PsClient` holds a lock.
 
     Args:
         task: the server's name.
@@ -266,7 +266,7 @@ class ServerConnection:
             self._channel.abandon()
 
     def fail(self, reason: str) -> Exception:
-        """Make waiting requests fail now: another thread found that the server does not answer."""
+        """Make outstanding requests fail, or wait for recovery: the server cannot be reached."""
         self._state.broken(reason)
         return self._drop_requests() if self.recovery is None else self._wake_waiting()
 
@@ -409,8 +409,6 @@ class ServerConnection:
             raise self.give_up(f"has no part of this session any more: {error}") from error
         except WireError as error:
             reason = f"{_GONE}{why}{_AGAIN}{error}"
-            if self.recovery is None:
-                raise self._broken(reason) from error
             raise self.fail(reason) from error
 
     def _take_notes(self, channel: Channel) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor
 from stratagem._ps.server.ledger import Admission
 from stratagem._ps.server.session import Session
 from stratagem._ps.server.store import VariableStore
-from stratagem._ps.server.store_state import exported
-from stratagem._ps.store_records import Block, StoreManifest
+from stratagem._ps.server.store_state import Block, exported
 from stratagem._ps.types import Gradient, GroupSpec, WriteId
 from stratagem._wire.arenas import Budget
+from stratagem._wire.messages import StoreManifest
 
 OPTIMIZERS = [
     *ELEMENTWISE,

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from stratagem._ps.number_ranges import NumberRanges
-from stratagem._ps.store_records import LedgerRecord
 from stratagem._ps.types import WriteId
+from stratagem._wire.messages import LedgerRecord
 
 
 class Admission(enum.Enum):

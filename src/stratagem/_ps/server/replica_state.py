@@ -10,8 +10,7 @@ import torch
 
 from stratagem._core.key_index import IndexRecord
 from stratagem._ps.server.session import Session
-from stratagem._ps.server.store_state import exported
-from stratagem._ps.store_records import Block
+from stratagem._ps.server.store_state import Block, exported
 from stratagem._wire import codec, messages
 from stratagem._wire.codec import Outgoing
 from stratagem._wire.frames import Buffer

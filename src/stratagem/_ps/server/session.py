@@ -28,7 +28,6 @@ from stratagem._ps.server.repeated_push import repeated_push
 from stratagem._ps.server.state_messages import read_state, sent_state
 from stratagem._ps.server.store import VariableStore
 from stratagem._ps.server.value_replies import ValueReplies
-from stratagem._ps.store_records import StoreManifest
 from stratagem._ps.types import Gradient
 from stratagem._wire import codec, messages, shm
 from stratagem._wire.arenas import Arena, Budget
@@ -153,7 +152,7 @@ class Session:
             self.link.forward(frame, memory)
         return handler(frame.message, frame, memory)
 
-    def restore(self, manifest: StoreManifest) -> None:
+    def restore(self, manifest: messages.StoreManifest) -> None:
         """Create the contents of a store in a new session: of a backup, whose rows follow."""
         self.store.restore(manifest)
         self._epoch = object()

@@ -55,9 +55,9 @@ from stratagem._ps.server.state_memory import (
     check_state,
     expected_tensors,
 )
-from stratagem._ps.store_records import OptimizerRecord, StateRecord
 from stratagem._ps.types import Gradient, GroupSpec, Hyperparameters, StateEntry, StateValue
 from stratagem._wire.codec import dtype_from
+from stratagem._wire.messages import OptimizerRecord, StateRecord
 from stratagem._wire.shm import zeros_apart
 from stratagem.errors import UnsupportedOptimizer
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem._ps import store_records as records
 from stratagem._ps.init_ops import KEYS_OF, MemoryKind, memory_kind
 from stratagem._ps.rows import take_rows
 from stratagem._ps.server.changed_rows import ChangedRows
@@ -35,12 +34,12 @@ from stratagem._ps.server.row_operations import (
 )
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
 from stratagem._ps.server.state_memory import bytes_held
-from stratagem._ps.server.store_state import described_state
+from stratagem._ps.server.store_state import Block, StoreStats, described_state
 from stratagem._ps.server.stored_variable import Allocate, StoredVariable, plain_allocate
-from stratagem._ps.store_records import Block, StoreManifest, StoreStats, VariableRecord
 from stratagem._ps.types import Gradient, GroupSpec, Hyperparameters, InitOp, StateEntry, WriteId
 from stratagem._wire import codec
 from stratagem._wire.arenas import Budget
+from stratagem._wire.messages import LedgerRecord, StoreManifest, VariableRecord
 from stratagem.errors import NotFoundError
 
 _ASSIGNMENTS: dict[str, Callable[..., Tensor]] = {
@@ -341,7 +340,7 @@ class VariableStore:
 
     # Everything in, everything out.
 
-    def restore_ledger(self, record: records.LedgerRecord) -> None:
+    def restore_ledger(self, record: LedgerRecord) -> None:
         """Remember the writes of a record as applied."""
         self._ledger.restore(record)
 

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from stratagem._ps.server.shard_optimizer import ServerOptimizer
-from stratagem._ps.store_records import Block, StateRecord
 from stratagem._ps.types import row_pieces
 from stratagem._wire import codec
+from stratagem._wire.messages import StateRecord
 
 if TYPE_CHECKING:
     from stratagem._ps.server.store import VariableStore
+
+
+class Block(NamedTuple):
+    """Rows of one tensor of a store.
+
+    Attributes:
+        variable: number of the variable.
+        start: the first row; a tensor without axes is one row.
+        rows: the rows.
+        optimizer: number of the optimizer whose state for the variable they belong to; 0 for a value.
+        key: name of the optimizer's state; empty for a value.
+    """
+
+    variable: int
+    start: int
+    rows: Tensor
+    optimizer: int = 0
+    key: str = ""
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Numbers about a store, for metrics and `repr`."""
+
+    variables: int
+    optimizers: int
+    bytes: int
+    applied: int
+    duplicates: int
+    fenced: int
 
 
 def described_state(optimizers: Mapping[int, ServerOptimizer]) -> tuple[StateRecord, ...]:

@@ -139,16 +139,10 @@ class ForkLauncher(Owner):
                     self._pids[event.task] = event.pid
                 elif event.kind == "exited":
                     self._pids.pop(event.task, None)
-                self._deliver(event)
+                self._on_event(event)
         self._up.set()
         if not self._closing:
-            self._deliver(TaskEvent(kind="lost", text="the process that starts tasks is gone"))
-
-    def _deliver(self, event: TaskEvent) -> None:
-        try:
-            self._on_event(event)
-        except Exception:  # noqa: BLE001 - this thread must survive an error of the owner
-            _log.exception("handling %r failed", event)
+            self._on_event(TaskEvent(kind="lost", text="the process that starts tasks is gone"))
 
     @override
     def __repr__(self) -> str:

@@ -62,7 +62,7 @@ class TaskEvent:
 
 
 EventHandler = Callable[[TaskEvent], None]
-"""Receives events, on a thread of the launcher; must not block."""
+"""Receives events, on a thread of the launcher; must not block, and must not raise."""
 
 
 class Launcher(Protocol):

@@ -100,7 +100,7 @@ class RayLauncher(Owner):
             waited = self._waiting.pop(task, None)
             agent = next((one for one in self._agents.values() if task in one.tasks), None)
         if waited is not None:
-            self._deliver(TaskEvent(kind="exited", task=task, text="given up before its start"))
+            self._on_event(TaskEvent(kind="exited", task=task, text="given up before its start"))
         elif agent is not None and self._ray.is_initialized():
             agent.handle.stop.remote(task, signal_number)
 
@@ -138,7 +138,7 @@ class RayLauncher(Owner):
     def _run(self) -> None:
         while not self._closing.is_set():
             if not self._ray.is_initialized():
-                self._deliver(TaskEvent(kind="lost", text="this process has left the Ray cluster"))
+                self._on_event(TaskEvent(kind="lost", text="this process has left the Ray cluster"))
                 return
             try:
                 self._turn()
@@ -203,7 +203,7 @@ class RayLauncher(Owner):
             with self._lock:
                 agent.tasks.discard(task)
             text = f"not started: {error.cause}"
-            self._deliver(TaskEvent(kind="exited", task=task, text=text))
+            self._on_event(TaskEvent(kind="exited", task=task, text=text))
         except self._ray.exceptions.RayActorError:
             pass  # `events` says so, too
 
@@ -214,7 +214,7 @@ class RayLauncher(Owner):
         if event.kind == "exited":
             with self._lock:
                 agent.tasks.discard(event.task)
-        self._deliver(event)
+        self._on_event(event)
 
     def _agent_gone(self, agent: _Agent, why: str) -> None:
         """Report the tasks of an agent whose process or node has ended."""
@@ -228,10 +228,10 @@ class RayLauncher(Owner):
         self._ray.kill(agent.handle)
         if not agent.ready:
             for task in starting:  # for the error if the cluster cannot start
-                self._deliver(TaskEvent(kind="output", task=task, text=_first_line(why)))
+                self._on_event(TaskEvent(kind="output", task=task, text=_first_line(why)))
         for task in tasks:
             text = f"lost with Ray node {agent.node}: {_first_line(why)}"
-            self._deliver(TaskEvent(kind="exited", task=task, text=text))
+            self._on_event(TaskEvent(kind="exited", task=task, text=text))
 
     def _agent_failed(self, agent: _Agent, why: str) -> None:
         """Report the tasks of an agent that could not start its fork server."""
@@ -244,7 +244,7 @@ class RayLauncher(Owner):
             if self._node_of(task) == agent.node:
                 with self._lock:
                     self._waiting.pop(task, None)
-                self._deliver(TaskEvent(kind="exited", task=task, text=f"not started: {why}"))
+                self._on_event(TaskEvent(kind="exited", task=task, text=f"not started: {why}"))
 
     def _start_waiting(self) -> None:
         with self._lock:
@@ -280,12 +280,6 @@ class RayLauncher(Owner):
             self._released -= gone
         for task in gone:
             self._on_gone(task)
-
-    def _deliver(self, event: TaskEvent) -> None:
-        try:
-            self._on_event(event)
-        except Exception:  # noqa: BLE001 - this thread must survive an error of the owner
-            _log.exception("handling %r failed", event)
 
     @override
     def __repr__(self) -> str:

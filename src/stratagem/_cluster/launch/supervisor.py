@@ -185,6 +185,12 @@ class TaskSupervisor(Owner):
             )
 
     def _on_event(self, event: TaskEvent) -> None:
+        try:
+            self._handle(event)
+        except Exception:  # noqa: BLE001 - the launcher's thread must survive an error here
+            _log.exception("handling %r failed", event)
+
+    def _handle(self, event: TaskEvent) -> None:
         """Update the table; replace a task that exited."""
         if event.kind != "lost" and event.task not in self._states:
             return  # of a task that was removed

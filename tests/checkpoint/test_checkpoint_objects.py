@@ -356,6 +356,20 @@ def test_a_model_in_the_place_of_plain_values_is_refused(tmp_path: Path) -> None
         sg.Checkpoint(a=[1], b=trained()[1]).restore(tmp_path / "one")
 
 
+@pytest.mark.parametrize("place", [None, {}, torch.zeros(3)])
+def test_plain_values_in_the_place_of_an_optimizer_are_refused(tmp_path: Path, place: Any) -> None:
+    """They would become its state dict, and the run would go on without the optimizer's state."""
+    model, optimizer = trained()
+    sg.Checkpoint(model=model, parts={"optimizer": optimizer, "n": 1}).save(tmp_path / "one")
+    checkpoint = sg.Checkpoint(model=model, parts={"optimizer": place, "n": 2})
+    with pytest.raises(
+        CheckpointMismatch,
+        match=r"parts\.optimizer \(a optimizer in the checkpoint, plain values here\)",
+    ):
+        checkpoint.restore(tmp_path / "one")
+    assert checkpoint["parts"]["n"] == 2
+
+
 # ------------------------------------------------------------------ refusals
 
 

@@ -180,6 +180,10 @@ class Match:
             self._actions.append(
                 lambda tensors, strict: _replace(holder, key, decode(skeleton, tensors))
             )
+            self.different.extend(
+                f"{_shown(place)} (a {saved} in the checkpoint, plain values here)"
+                for place, saved in _kinds_in(skeleton, path)
+            )
             if isinstance(value, Tensor):
                 self._fits(value, skeleton, path)
 
@@ -395,6 +399,18 @@ def _assign(variable: Variable, saved: list[Tensor]) -> None:
         if variable.aggregation is VariableAggregation.MEAN:
             total = total / len(saved)
         variable.assign(total.to(saved[0].dtype))
+
+
+def _kinds_in(skeleton: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the objects with a state in a skeleton: where, and of which kind."""
+    if isinstance(skeleton, dict) and "$object" in skeleton:
+        yield path, skeleton["$object"]
+    elif isinstance(skeleton, dict):
+        for key, value in skeleton.items():
+            yield from _kinds_in(value, (*path, key))
+    elif isinstance(skeleton, list | tuple):
+        for key, value in enumerate(skeleton):
+            yield from _kinds_in(value, (*path, key))
 
 
 def _shown(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from waiting import wait_until
+from waiting import Gate, pass_gate, wait_until
 
 import stratagem as sg
 from stratagem._ps.server import checkpoint_parts
@@ -111,3 +111,32 @@ def test_two_managers_save_the_same_servers_in_turn(
             for path in (*tmp_path.glob("*/step_*"), tmp_path / "single"):
                 sg.Checkpoint(model=nn.Linear(3, 2)).restore(path)
             assert len(list(tmp_path.glob("*/step_*"))) == 3
+
+
+def test_a_restore_waits_for_the_functions_that_were_scheduled(tmp_path: Path, gate: Gate) -> None:
+    """One that runs later would change restored values."""
+    with (
+        sg.LocalCluster(workers=1, ps=2, in_process=True) as cluster,
+        sg.ParameterServerStrategy(cluster.resolver) as strategy,
+        sg.ClusterCoordinator(strategy) as coordinator,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with strategy.scope():
+            total = sg.Variable(torch.zeros(3))
+        checkpoint = sg.Checkpoint(total=total)
+        saved = checkpoint.save(tmp_path / "one")
+        path = gate.path
+
+        def add() -> None:
+            pass_gate(path)
+            total.assign_add(torch.ones(3))
+
+        for _ in range(4):
+            coordinator.schedule(add)
+        gate.wait_for_arrival()
+        restoring = pool.submit(checkpoint.restore, saved.path)
+        wait_until(lambda: restoring.done() or coordinator._joining)
+        gate.open()
+        restoring.result(60)
+        coordinator.join(timeout_s=60)
+        assert total.numpy().tolist() == [0.0] * 3

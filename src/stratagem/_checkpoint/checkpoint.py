@@ -38,6 +38,7 @@ from stratagem._checkpoint.live_state import (
 from stratagem._checkpoint.matching import Match, changing_objects
 from stratagem._checkpoint.progress import shown_progress
 from stratagem._checkpoint.random_state import read_random_state, set_random_state
+from stratagem._checkpoint.rewinding import drain
 from stratagem._checkpoint.server_group import between_rounds
 from stratagem._checkpoint.server_parts import ServerCut, make_cuts
 from stratagem._checkpoint.server_reads import ServerReads
@@ -404,6 +405,7 @@ def restore_objects(
         raise ContextError(
             "a checkpoint was restored inside a replica. Restore outside the function given to run()."
         )
+    drain(objects)  # a closure could change rows that were restored, or that will be
     began = time.monotonic()
     chain = chain_of(saved)
     for path, manifest in chain:

@@ -33,8 +33,10 @@ def drain(objects: Mapping[str, Any]) -> None:
         Exception: the first error of a closure.
     """
     for strategy in strategies_of([value for _, value in live_in(dict(objects))]):
-        if strategy._cluster_coordinator is not None:
-            strategy._cluster_coordinator.join()
+        coordinator = strategy._cluster_coordinator
+        engine = None if coordinator is None else coordinator._running
+        if engine is not None and not engine.closed:
+            coordinator.join()
 
 
 def servers_are_busy(objects: Mapping[str, Any]) -> bool:

@@ -137,12 +137,11 @@ class _Control:
         self._liveness = LivenessCheck(data.task, log=_log)
         self._server = ""  # identity of the process that holds the variables
         self._ping: int | None = None  # the call that has not been answered
-        self._asked_at = 0.0
-        self._pings = (
-            RoundTrip()
-        )  # without that of the handshake, which may have begun in an outage
+        # When a ping was sent, or a connection for one was begun. None: the last ping was answered.
+        self._waits_since: float | None = None
+        # Of pings. That of the handshake may have begun in an outage.
+        self._pings = RoundTrip()
         self._answer_limit_s = answer_limit_s()  # until a ping was answered
-        self._is_connecting = False  # in order to ping
         self._connector: threading.Thread | None = None  # connects while checks go on
         self._connect_error: WireError | None = None  # of the last attempt of the connector
         self._lost_because = ""
@@ -169,15 +168,15 @@ class _Control:
             self._disconnect()
             self._server, self.unlinked = "", ()
             self.recognise(welcome)
-            self._lost_because, self._is_connecting = "", False
-            self._connect_error = None
-            self._asked_at = time.monotonic()
+            self._lost_because, self._waits_since, self._connect_error = "", None, None
 
     def answers(self) -> bool:
         """Return whether the last ping was answered, or still has time. False while no connection is open."""
-        if self._is_connecting:
+        if self._waits_since is None:
+            return True
+        if self._ping is None:
             return False  # nothing shows that this process reaches the server
-        return self._ping is None or time.monotonic() - self._asked_at < self._answer_limit_s
+        return time.monotonic() - self._waits_since < self._answer_limit_s
 
     def check(self, options: ClusterOptions, *, every_s: float) -> None:
         """Take in the answer to the last ping, or judge its absence; ping again when it is time."""
@@ -187,8 +186,10 @@ class _Control:
             now = time.monotonic()
             if not self._lost_because:
                 self._check(options, every_s, now)
-            elif now - self._asked_at >= every_s:  # it stays lost: say so at every heartbeat
-                self._asked_at = now
+            elif (
+                now - (self._waits_since or 0.0) >= every_s
+            ):  # it stays lost: say so at every heartbeat
+                self._waits_since = now
                 raise self._data.give_up(self._lost_because)
         except WireError as error:
             self._disconnect()
@@ -199,42 +200,41 @@ class _Control:
 
     def _check(self, options: ClusterOptions, every_s: float, now: float) -> None:
         channel = self._channel
-        if self._ping is not None and channel is not None and channel.is_open:
-            if channel.has_reply(self._ping):
-                pong = channel.collect(self._ping, timeout_s=0.0).message
-                self.unlinked = pong.unlinked if isinstance(pong, messages.Pong) else ()
-                channel.round_trip.measured(now - self._asked_at)
-                # The answer came after the last check. One after the limit is an outage, not a round trip.
-                least_s = max(0.0, now - self._asked_at - every_s)
-                if least_s <= self._answer_limit_s:
-                    self._pings.measured(least_s)
-                self._answer_limit_s = self._pings.limit_s(2 * options.heartbeat_s)
-                self._ping, self.alive_at = None, self._asked_at
-            elif self.is_open:  # looking for the reply may have found it broken
-                self._judge(options, now)
-                return
-        if self._ping is None and channel is not None and channel.is_open:
-            channel.has_reply(0)  # there is none: notices the end of the connection at once
-        is_broken = channel is not None and not channel.is_open
-        waits = self._ping is not None or self._is_connecting or is_broken
-        if not waits and now - self._asked_at < every_s:
-            return
-        # Also with a ping whose connection has broken: a running server accepts a new one.
-        if not self._is_connecting:
-            self._is_connecting, self._asked_at = True, now
+        # Without a ping there is no reply, but the end of the connection is noticed at once.
+        if channel is not None and channel.is_open and channel.has_reply(self._ping or 0):
+            self._take_answer(channel, options, every_s, now)
         if channel is None or not channel.is_open:
+            if self._ping is not None or self._waits_since is None:  # the connection has just ended
+                self._ping, self._waits_since = None, now  # a running server accepts a new one
             error, self._connect_error = self._connect_error, None
             if error is not None and _is_final(error):
                 raise error
             self._connect_in_background(attempt_limit_s(options))
             self._judge(options, now)  # the silence is judged, not one attempt
-            return
-        try:
-            self._ping = channel.begin(messages.Ping(), timeout_s=options.heartbeat_limit_s)
-        except WireError:
-            self._disconnect()  # the next check connects again
-            return
-        self._is_connecting, self._asked_at = False, now
+        elif self._ping is not None:
+            self._judge(options, now)
+        elif self._waits_since is not None or now - self.alive_at >= every_s:
+            try:
+                self._ping = channel.begin(messages.Ping(), timeout_s=options.heartbeat_limit_s)
+                self._waits_since = now
+            except WireError:
+                self._disconnect()  # the next check connects again
+
+    def _take_answer(
+        self, channel: Channel, options: ClusterOptions, every_s: float, now: float
+    ) -> None:
+        assert self._ping is not None
+        assert self._waits_since is not None
+        pong = channel.collect(self._ping, timeout_s=0.0).message
+        self.unlinked = pong.unlinked if isinstance(pong, messages.Pong) else ()
+        took_s = now - self._waits_since
+        channel.round_trip.measured(took_s)
+        # The answer came after the last check. One after the limit is an outage, not a round trip.
+        least_s = max(0.0, took_s - every_s)
+        if least_s <= self._answer_limit_s:
+            self._pings.measured(least_s)
+        self._answer_limit_s = self._pings.limit_s(2 * options.heartbeat_s)
+        self.alive_at, self._ping, self._waits_since = self._waits_since, None, None
 
     def _connect_in_background(self, limit_s: float) -> None:
         """Start one attempt, unless one is under way: a check never waits."""
@@ -266,7 +266,7 @@ class _Control:
 
     def _judge(self, options: ClusterOptions, now: float) -> None:
         channel = self._channel
-        silent_s, least_s = now - self._asked_at, options.heartbeat_limit_s
+        silent_s, least_s = now - (self._waits_since or now), options.heartbeat_limit_s
         why = self._liveness.judge(
             silent_s,
             limit_s=least_s if channel is None else channel.round_trip.limit_s(least_s),

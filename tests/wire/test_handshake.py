@@ -80,7 +80,7 @@ def test_other_message_types_are_refused_like_another_version(
     monkeypatch.setattr(handshake, "MESSAGES_DIGEST", 0x0BADCAFE)
     server = ServerHandshake(KEY, who="c")
     with pytest.raises(
-        ProtocolError, match=r"version 2-[0-9a-f]{8}, this process speaks 2-0badcafe"
+        ProtocolError, match=r"version 3-[0-9a-f]{8}, this process speaks 3-0badcafe"
     ):
         server.feed(client.opening())
 

@@ -69,10 +69,10 @@ def test_wrong_key_is_refused_and_logged(
 def test_other_version_is_refused_with_both_numbers(caplog: pytest.LogCaptureFixture) -> None:
     """On both sides."""
     with Listener("127.0.0.1:0", key=KEY, version=7) as listener, accepting(listener) as accepted:
-        with pytest.raises(ProtocolError, match="version 7, this process speaks 2"):
+        with pytest.raises(ProtocolError, match="version 7, this process speaks 3"):
             connect(listener.address, key=KEY, timeout_s=LIMIT_S)
         assert accepted == []
-    assert "version 2, this process speaks 7" in caplog.text
+    assert "version 3, this process speaks 7" in caplog.text
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" * 10, bytes(200), b"\xff" * 48])

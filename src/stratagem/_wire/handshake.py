@@ -29,7 +29,7 @@ from stratagem.errors import AuthenticationError, ProtocolError
 if TYPE_CHECKING:
     from stratagem._wire.tls import Tls
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of handshake and frame layout; message types are compared by their digest."""
 
 MAGIC = b"stratgm\0"

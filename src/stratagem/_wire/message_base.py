@@ -62,13 +62,8 @@ class Ping(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Answer to Ping. `busy_s`: how long the current request has been running; 0 when idle.
+    """Answer to Ping. `unlinked`: sessions, shards and views on this server whose backup does not answer."""
 
-    `unlinked`: sessions, shards and views on this server whose backup does not answer.
-    """
-
-    busy_s: float = 0.0
-    served: int = 0
     unlinked: tuple[tuple[str, int, int], ...] = ()
 
 

@@ -133,7 +133,6 @@ class ParameterServer(Owner):
         self._stopping = False
         self._closed = False
         self._finished = threading.Event()
-        self._work_began: float | None = None
         self._served = 0
         self._busy_s = 0.0
         self._started_at = time.monotonic()
@@ -245,11 +244,8 @@ class ParameterServer(Owner):
         )
 
     def pong(self) -> messages.Pong:
-        """Return the answer to a Ping: how long the working thread has been at one message."""
-        began = self._work_began
-        busy_s = time.monotonic() - began if began is not None else 0.0
-        unlinked = self._replication.unlinked
-        return messages.Pong(busy_s=busy_s, served=self._served, unlinked=unlinked)
+        """Return the answer to a Ping."""
+        return messages.Pong(unlinked=self._replication.unlinked)
 
     def take_over(self, channel: Channel, task: str, frames: Sequence[Frame]) -> None:
         """Hand a data connection, and the frames it has already sent, to the working thread."""
@@ -292,11 +288,10 @@ class ParameterServer(Owner):
                     self._park(connection)
                     return
                 frame = connection.inbox.popleft()
-                self._work_began = began = time.monotonic()
+                began = time.monotonic()
                 try:
                     self._answer(connection, frame)
                 finally:
-                    self._work_began = None
                     self._busy_s += time.monotonic() - began
                 self._served += 1
             self._replication.flush(connection)
@@ -419,7 +414,7 @@ class ParameterServer(Owner):
         if isinstance(message, messages.KeepJob):
             return self._jobs.keep(message, connection, time.monotonic())
         if isinstance(message, messages.Ping):
-            return messages.Pong(served=self._served, unlinked=self._replication.unlinked)
+            return self.pong()
         self._publish_facts()
         return messages.Stats(facts=self.facts)
 

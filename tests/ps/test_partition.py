@@ -49,7 +49,7 @@ def test_every_row_is_found_in_its_shard(sizes, data):
 
 def test_row_out_of_range_is_named():
     """An id that is no row raises ValueError with the id and the range."""
-    layout = ShardLayout.div(8, 3)
+    layout = ShardLayout(shard_sizes(8, 3))
     layout.check(torch.tensor([], dtype=torch.int64), "w")
     with pytest.raises(ValueError, match=r"row id 8 .*0 <= id < 8"):
         layout.check(torch.tensor([1, 8]), "w")

@@ -208,11 +208,6 @@ class ShardLayout:
         # Right-closed borders: bucketize(ids, borders, right=True) is the number of the shard.
         self._borders = torch.tensor(ends[:-1], dtype=torch.int64)
 
-    @classmethod
-    def div(cls, rows: int, shards: int) -> ShardLayout:
-        """Return the layout of the div rule."""
-        return cls(shard_sizes(rows, shards))
-
     @property
     def follows_div_rule(self) -> bool:
         """True if the sizes follow the div rule (`shard_sizes`)."""

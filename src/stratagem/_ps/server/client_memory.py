@@ -72,11 +72,10 @@ class ClientMemory:
         self._tensors: dict[TensorRef, Tensor] = {}
         self._writes: dict[bytes, PreparedWrite] = {}
         self._variables_kept = 0
-        self._received: dict[bytes, PreparedWrite] = {}  # writes with buffers, all in one memory
+        self._area: memoryview | None = None  # in which the buffers of all of these writes are
 
     @property
     def refs(self) -> tuple[SegmentRef, ...]:
-        """The segments that are mapped."""
         return self._refs
 
     def open(self, refs: tuple[SegmentRef, ...]) -> None:
@@ -136,35 +135,26 @@ class ClientMemory:
 
     def known_write(self, key: bytes, epoch: object, raw: RawFrame) -> PreparedWrite | None:
         """Return the write prepared for the same bytes in the same epoch, with its buffers in the same memory."""
-        if not raw.spans:
-            known = self._writes.get(key)
-            return known if known is not None and known.epoch is epoch else None
-        known = self._received.get(key)
+        known = self._writes.get(key)
         if known is None or known.epoch is not epoch or known.raw.area is not raw.area:
             return None
         return known if known.raw.spans == raw.spans else None
 
     def keep_write(self, key: bytes, write: PreparedWrite) -> None:
-        """Keep a prepared write, if that is not too much."""
-        if write.raw.spans:
-            self._keep_received(key, write)
+        """Keep a prepared write, if that is not too much; those with buffers while all are received into one memory."""
+        raw = write.raw
+        may_keep = not raw.spans or (write.may_repeat and len(raw.area) <= REUSED_BYTES)
+        if not may_keep or len(key) > _LONGEST_WRITE_BYTES:
             return
-        if len(key) > _LONGEST_WRITE_BYTES:
-            return
+        is_full = (
+            len(self._writes) >= _KEPT_WRITES
+            or self._variables_kept + len(write.touched) > _KEPT_VARIABLES
+        )
+        if is_full or raw.area is not self._area:
+            self._forget_writes()
+        self._area = raw.area
         self._variables_kept += len(write.touched)
-        if len(self._writes) >= _KEPT_WRITES or self._variables_kept > _KEPT_VARIABLES:
-            self._writes.clear()
-            self._variables_kept = len(write.touched)
         self._writes[key] = write
-
-    def _keep_received(self, key: bytes, write: PreparedWrite) -> None:
-        """Keep a write with buffers while its connection receives into the same memory."""
-        area = write.raw.area
-        others = next(iter(self._received.values()), write)
-        if others.raw.area is not area or len(self._received) >= _KEPT_WRITES:
-            self._received.clear()
-        if write.may_repeat and len(area) <= REUSED_BYTES and len(key) <= _LONGEST_WRITE_BYTES:
-            self._received[key] = write
 
     def rest(self) -> None:
         """Let the pages be their owner's alone until they are used again: nothing came for a while."""
@@ -187,4 +177,4 @@ class ClientMemory:
     def _forget_writes(self) -> None:
         self._writes.clear()
         self._variables_kept = 0
-        self._received.clear()
+        self._area = None

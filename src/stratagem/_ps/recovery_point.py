@@ -29,7 +29,6 @@ class RecoveryPoint:
     facts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def facts_of(self, server: int) -> Mapping[str, Any]:
-        """Return what is known of one server."""
         return self.facts.get(server, {})
 
 

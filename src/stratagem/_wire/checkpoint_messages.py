@@ -67,7 +67,6 @@ class LedgerRecord(Record, frozen=True):
 
     @staticmethod
     def from_text(text: str) -> LedgerRecord:
-        """Return the record of a text."""
         return msgspec.json.decode(text, type=LedgerRecord)
 
 

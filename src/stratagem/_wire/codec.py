@@ -426,7 +426,6 @@ class LocalBuffers:
         self._buffers = [bytearray(buffer) for buffer in buffers]
 
     def buffer(self, index: int) -> memoryview:
-        """Memory of one buffer."""
         return memoryview(self._buffers[index])
 
 

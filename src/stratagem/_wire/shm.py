@@ -63,7 +63,6 @@ _SEAL_FUTURE_WRITE: Final = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; the fcntl mo
 
 
 def bytes_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor."""
     if min(shape, default=0) < 0:
         raise ValueError(f"shape {shape!r} has a negative size")
     return math.prod(shape) * dtype.itemsize

@@ -104,7 +104,6 @@ class TlsSocket(ssl.SSLSocket):
 
     @override
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """Return decrypted bytes."""
         space = bytearray(buflen)
         return bytes(space[: self.recv_into(space, buflen, flags)])
 

@@ -68,7 +68,6 @@ class TensorPart:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         size = self.dtype.itemsize
         for each in self.shape[1:]:
             size *= each

@@ -71,7 +71,6 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return math.prod(self.shape[1:]) * self.torch_dtype.itemsize
 
     @property

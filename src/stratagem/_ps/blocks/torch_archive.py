@@ -52,7 +52,6 @@ class Archive:
 
     @property
     def size(self) -> int:
-        """Bytes of the archive."""
         return len(self.prefix[0]) + self.data_bytes + len(self.suffix[0])
 
     def frame(self, crc32: int) -> tuple[bytes, bytes]:

@@ -112,7 +112,6 @@ class Mappings:
         self._pages = shm.OwnPages()
 
     def get(self, place: ShardLocation) -> MappedVariable | None:
-        """Return the variable, if it is mapped."""
         return self._variables.get((place.server, place.variable))
 
     def add(self, server: int, places: Sequence[ShardLocation], located: messages.Located) -> bool:

@@ -124,7 +124,6 @@ class RemoteStorage(VariableStorage):
 
     @property
     def remote(self) -> RemoteVariable:
-        """The variable on its server."""
         return self._remote
 
     @property

@@ -120,7 +120,6 @@ class RemoteVariable:
         return known.shards
 
     def _shards(self, mapped: tuple[MappedVariable, ...]) -> TableShards:
-        """Return the addresses of the mapped shards."""
         if self._addresses is None or self._addresses[0] is not mapped:
             tensors = [one.tensor for one in mapped]
             self._addresses = mapped, TableShards(tensors, self.layout.offsets)
@@ -352,7 +351,6 @@ class RemoteVariable:
                     )
 
     def update_rows(self, ids: Tensor, values: Tensor) -> None:
-        """Overwrite rows."""
         self.scatter("update", ids, values)
 
     @override

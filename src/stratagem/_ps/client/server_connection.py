@@ -101,7 +101,6 @@ class Pending:
     place: Place | None = None  # of large buffers of the reply
 
     def begin(self, channel: Channel, *, later: bool = False) -> None:
-        """Send it."""
         self.call = channel.begin(self.message, self.buffers, later=later, place=self.place)
 
 

@@ -58,7 +58,6 @@ class ServerReplacement:
         self._fences[task] = max(incarnation, self._fences.get(task, 0))
 
     def note_optimizer(self, server: int, message: messages.CreateOptimizer) -> None:
-        """Note that a server has an optimizer."""
         self._optimizers[server, message.optimizer] = message
 
     def connect_beside(
@@ -173,7 +172,6 @@ class ServerReplacement:
         return [one for (where, _), one in list(self._optimizers.items()) if where == server]
 
     def names_on(self, server: int) -> dict[int, str]:
-        """Return the names of the variables on a server."""
         return dict(self._connections[server].names)
 
     def note_restored(self, point: RecoveryPoint, server: int, versions: dict[int, int]) -> None:

@@ -73,7 +73,6 @@ class ShardHolders:
         self._found[shard] = address
 
     def move(self, shard: int, process: int) -> None:
-        """Note which process has a shard now."""
         self.holders[shard] = process
 
     @override

@@ -133,7 +133,6 @@ class CoordinatorBuffer:
 
     @property
     def central(self) -> Tensor:
-        """The coordinator's buffer."""
         return self.kept.tensor
 
     @property
@@ -283,7 +282,6 @@ class CoordinatorVariables:
         return self.new_managed(parameter, name, _use_of(module, name))
 
     def new_managed(self, parameter: nn.Parameter, name: str, use: Use) -> CoordinatorParameter:
-        """Return a new entry for a parameter."""
         managed = CoordinatorParameter(Kept(self, parameter, name), name, use)
         self._keep(managed)
         return managed

@@ -84,7 +84,6 @@ class DeferredTable:
         return self._there().read()
 
     def update_rows(self, ids: Tensor, values: Tensor) -> None:
-        """Overwrite rows."""
         self._there().update_rows(ids, values)
 
     def _there(self) -> RemoteVariable:

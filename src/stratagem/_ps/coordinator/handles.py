@@ -94,7 +94,6 @@ class ObjectHandles:
 
     @property
     def job(self) -> NamedJob | None:
-        """The named job of the strategy, or None."""
         return self._variables.job
 
     @property
@@ -104,7 +103,6 @@ class ObjectHandles:
 
     @property
     def optimizers(self) -> OptimizersOnServers:
-        """The strategy's optimizers on the servers."""
         return self._optimizers
 
     def describe(self, obj: object) -> Token | None:
@@ -397,11 +395,9 @@ class ObjectHandles:
 
     @property
     def servers(self) -> ServerControl:
-        """The strategy's servers."""
         return self._servers
 
     def worker_setup(self) -> object:
-        """Return the object that connects a worker."""
         return self._setup()
 
     def close(self, options: ClusterOptions | None = None) -> None:

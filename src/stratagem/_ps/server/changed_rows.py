@@ -33,7 +33,6 @@ class ChangedRows:
 
     @property
     def is_active(self) -> bool:
-        """True if rows are marked."""
         return bool(self._periods)
 
     def begin(self, cut: int, variables: Iterable[int]) -> None:

@@ -84,7 +84,6 @@ class WriteLedger:
 
     @property
     def finished(self) -> NumberRanges:
-        """The finished closures."""
         return self._finished
 
     def finish_closures(self, ranges: Sequence[tuple[int, int]]) -> None:

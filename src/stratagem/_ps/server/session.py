@@ -122,7 +122,6 @@ class Session:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the variables."""
         return self._arena.used_bytes
 
     @property

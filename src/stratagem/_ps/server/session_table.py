@@ -177,12 +177,10 @@ class SessionTable:
         return closed
 
     def close_all(self) -> None:
-        """Close every session."""
         for name, _ in list(self._leases):
             self.close(name)
 
     def sessions(self) -> list[Session]:
-        """Return all sessions."""
         return [lease.session for lease in self._leases.values()]
 
     def __len__(self) -> int:

@@ -21,7 +21,6 @@ from stratagem.errors import ProtocolError
 def read_state(
     store: VariableStore, message: messages.ReadState
 ) -> tuple[messages.State, Sequence[Buffer]]:
-    """Return the state that a message asks for."""
     wanted = set(message.variables)
     outgoing = Outgoing()
     items = []

@@ -283,7 +283,6 @@ class VariableStore:
 
     @property
     def optimizers(self) -> list[int]:
-        """The numbers of the optimizers."""
         return list(self._optimizers)
 
     def optimizer_state(self, optimizer: int) -> list[StateEntry]:

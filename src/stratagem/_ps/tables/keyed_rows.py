@@ -84,7 +84,6 @@ class KeyedRows(int):
 
     @classmethod
     def of(cls, part: KeyedPart) -> Self:
-        """Return the number of rows of a part."""
         made = cls(part.rule.rows)
         made.part = part
         return made

@@ -252,7 +252,6 @@ def _embedding_bag(
 
 
 def _row(table: TableParameter, padding_idx: int | None) -> int | None:
-    """Return the number of the row of padding."""
     rows = table.source.shape[0]
     if padding_idx is not None and not -rows <= padding_idx < rows:
         raise AssertionError("Padding_idx must be within num_embeddings")

@@ -95,7 +95,6 @@ class WorkerRows:
     # -------------------------------------------------------------- copies of the function
 
     def copy(self) -> Tensor:
-        """Return the copy of all rows."""
         with (
             self._lock,
             torch.inference_mode(False),

@@ -51,7 +51,6 @@ class WatchedGroup(dict[str, Any]):
 
     @override
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a setting, or the default."""
         self.read.add(name)
         return dict.get(self, name, default)
 

@@ -100,13 +100,11 @@ class WorkerCopies:
             self._by_place[place.server, place.variable] = copy, shard
 
     def remove(self, copy: LocalValue) -> None:
-        """Forget a copy."""
         self._copies = [one for one in self._copies if one is not copy]
         for place in copy.remote.places:
             self._by_place.pop((place.server, place.variable), None)
 
     def clear(self) -> None:
-        """Forget all copies."""
         self._copies.clear()
         self._by_place.clear()
 

@@ -97,7 +97,6 @@ class WorkerVariables:
     # -------------------------------------------------------------- parameters and buffers
 
     def remote(self, description: Description) -> RemoteVariable:
-        """Return a variable."""
         remote = RemoteVariable(description, self.client)
         self._remotes.add(remote)
         return remote

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import multiprocessing
 import time
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -20,8 +21,10 @@ from stratagem._wire.listener import Listener
 from stratagem._wire.messages import Ok, Packed, Ping, Read, ReadItem, Values
 
 
-def _serve(listener: Listener) -> None:
-    channel = listener.accept(timeout_s=10)
+def _serve(told: Connection) -> None:
+    with Listener("127.0.0.1:0") as listener:
+        told.send(listener.address)
+        channel = listener.accept(timeout_s=10)
     assert channel is not None
     payload = torch.ones(16 << 18)
     while True:
@@ -98,28 +101,32 @@ def _unpacking(count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def measure() -> dict[str, float]:
-    """Return all figures, best of three."""
+def measure(*, round_trips: int = 5000, transfers: int = 32) -> dict[str, float]:
+    """Return all figures, best of three turns of so many messages."""
     assert REQUEST == 1
-    listener = Listener("127.0.0.1:0")
-    child = os.fork()
-    if child == 0:
-        _serve(listener)
-        os._exit(0)
+    start = multiprocessing.get_context("fork")
+    here, there = start.Pipe()
+    child = start.Process(target=_serve, args=(there,))
+    child.start()
+    there.close()
     results: dict[str, float] = {}
     try:
-        with connect(listener.address, timeout_s=10) as channel:
-            _round_trips(channel, 1000)
-            _upload(channel, 8)
-            results["round_trip_us"] = min(_round_trips(channel, 5000) for _ in range(3)) * 1e6
-            results["pipelined_4_us"] = min(_pipelined(channel, 5000, 4) for _ in range(3)) * 1e6
-            results["upload_16MiB_GBps"] = max(_upload(channel, 32) for _ in range(3))
-            results["download_16MiB_GBps"] = max(_download(channel, 32) for _ in range(3))
+        with connect(here.recv(), timeout_s=10) as channel:
+            _round_trips(channel, round_trips // 5)
+            _upload(channel, transfers // 4)
+            results["round_trip_us"] = (
+                min(_round_trips(channel, round_trips) for _ in range(3)) * 1e6
+            )
+            results["pipelined_4_us"] = (
+                min(_pipelined(channel, round_trips, 4) for _ in range(3)) * 1e6
+            )
+            results["upload_16MiB_GBps"] = max(_upload(channel, transfers) for _ in range(3))
+            results["download_16MiB_GBps"] = max(_download(channel, transfers) for _ in range(3))
     finally:
-        listener.close()
-        os.waitpid(child, 0)
-    results["pack_small_us"] = min(_packing(5000) for _ in range(3)) * 1e6
-    results["unpack_small_us"] = min(_unpacking(5000) for _ in range(3)) * 1e6
+        here.close()
+        child.join()
+    results["pack_small_us"] = min(_packing(round_trips) for _ in range(3)) * 1e6
+    results["unpack_small_us"] = min(_unpacking(round_trips) for _ in range(3)) * 1e6
     return results
 
 

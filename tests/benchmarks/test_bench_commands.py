@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_tables, bench_top_rows, staleness
+from benchmarks import bench_tables, bench_top_rows, bench_wire, staleness
 from benchmarks.sides import ROOT
 from benchmarks.staleness import Result
 
@@ -94,3 +94,12 @@ def test_gradients_left_out_are_added_to_the_next():
     ids, gradients = torch.tensor([7, 2]), torch.tensor([[1.0, 0, 0], [0, 5.0, 0]])
     plain = bench_top_rows.Largest(0.5, rows=10, width=3, feedback=False)
     assert plain(ids, gradients)[0].tolist() == [2]
+
+
+@pytest.mark.process
+def test_the_wire_is_measured_between_two_processes():
+    figures = bench_wire.measure(round_trips=20, transfers=4)
+    assert set(figures) == {
+        "round_trip_us", "pipelined_4_us", "upload_16MiB_GBps", "download_16MiB_GBps", "pack_small_us", "unpack_small_us",
+    }  # fmt: skip
+    assert all(value > 0 for value in figures.values())

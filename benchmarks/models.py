@@ -52,6 +52,21 @@ class Many(nn.Module):
         return torch.stack([part.square().sum() for part in self.parts]).sum()
 
 
+class Layers(nn.Sequential):
+    """Many small layers, each with a weight and a bias."""
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        features = size["features"]
+        super().__init__(*[nn.Linear(features, features) for _ in range(size["layers"])])
+
+
+def set_layers(model: Layers, size: dict[str, Any]) -> None:
+    """Set the initial parameters that all sides use."""
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), work.layers_parameters(size), strict=True):
+            parameter.copy_(torch.from_numpy(value))
+
+
 def set_mlp(model: Mlp, size: dict[str, Any]) -> None:
     """Set the initial parameters that all sides use."""
     with torch.no_grad():

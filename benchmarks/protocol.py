@@ -36,6 +36,8 @@ class Work(ABC):
     amount_per_step: float = 1.0
     #: samples have a multiple of so many steps
     steps_together: int = 1
+    #: samples are the time of a step, in this many seconds; None: amounts per second
+    time_unit_s: float | None = None
 
     def __init__(self) -> None:
         self._rate = 0.0
@@ -57,7 +59,10 @@ class Work(ABC):
         self.steps(count)
         taken = time.perf_counter() - begin
         self._rate = count / taken
-        return {"value": count * self.amount_per_step / taken, "steps": count, "seconds": taken}
+        value = count * self.amount_per_step / taken
+        if self.time_unit_s is not None:
+            value = taken / count / self.time_unit_s
+        return {"value": value, "steps": count, "seconds": taken}
 
     def _calibrate(self, seconds: float) -> None:
         self.steps(WARM_UP)  # optimizers make their state, memory is touched for the first time

@@ -14,6 +14,7 @@ Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 
 MLP_LEARNING_RATE = 0.05
+LAYERS_LEARNING_RATE = 1e-3
 EMBEDDING_LEARNING_RATE = 0.05
 EMBEDDING_EPSILON = 1e-10
 
@@ -29,6 +30,7 @@ EMBEDDING_SIZE: dict[str, Any] = {
 # The number of rows in use is constant. The table starts with one value, which servers fill in themselves:
 # 640 MB need not be drawn and sent.
 HOT_SIZE: dict[str, Any] = {**EMBEDDING_SIZE, "hot": 8192, "start": 0.1}
+LAYERS_SIZE: dict[str, Any] = {"layers": 50, "features": 8, "batch": 16}
 INPUT_SIZE: dict[str, Any] = {"batch": 1024, "batches": 512, "columns": 26}
 BYTES_SIZE: dict[str, Any] = {"variables": 16, "megabytes": 64}
 
@@ -60,6 +62,20 @@ def mlp_batches(size: dict[str, Any]) -> Batches:
     teacher = random.standard_normal((size["inputs"], size["classes"]))
     labels = (inputs @ teacher).argmax(axis=-1).astype(np.int64)
     return Batches(inputs, labels)
+
+
+def layers_parameters(size: dict[str, Any]) -> list[Floats]:
+    """Return initial weights and biases of many small layers, in order."""
+    random, features = np.random.default_rng(7), size["features"]
+    shapes = [(features, features), (features,)] * size["layers"]
+    scale = np.sqrt(features)
+    return [(random.standard_normal(shape) / scale).astype(np.float32) for shape in shapes]
+
+
+def layers_inputs(size: dict[str, Any]) -> Floats:
+    """Return the one batch of the many small layers."""
+    random = np.random.default_rng(8)
+    return random.standard_normal((size["batch"], size["features"])).astype(np.float32)
 
 
 def embedding_head(size: dict[str, Any]) -> Floats:

@@ -62,6 +62,39 @@ class Mlp(Training):
         return {"loss_before": before, "loss_after": after, "parameters": prints}
 
 
+class TwoPasses(Work):
+    """A step of many small layers that adds up the gradients of each half of the batch, as two replicas do."""
+
+    time_unit_s = 1e-3
+
+    def __init__(self, size: dict[str, Any]) -> None:
+        super().__init__()
+        self.size = size
+        self.model = models.Layers(size)
+        models.set_layers(self.model, size)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), work.LAYERS_LEARNING_RATE)
+        self.whole = torch.from_numpy(work.layers_inputs(size))
+        self.parts = self.whole.chunk(size["replicas"])
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            for part in self.parts:
+                (self.model(part).square().mean() / len(self.parts)).backward()
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Return the loss of the whole batch."""
+        return float(self.model(self.whole).square().mean())
+
+    def check(self) -> dict[str, Any]:
+        before = self.loss()
+        self.steps(self.size["check_steps"])
+        prints = models.fingerprints(self.model, self.size)
+        return {"loss_before": before, "loss_after": self.loss(), "parameters": prints}
+
+
 class Embedding(Training):
     """The table step with PyTorch's sparse gradients."""
 
@@ -194,6 +227,8 @@ def make(row: str, size: dict[str, Any]) -> Work:
         "mlp", "one_device", "central", "central_parallel", "workers", "servers", "closures",
     }:  # fmt: skip
         return Mlp(size)
+    if row == "replicas_layers":
+        return TwoPasses(size)
     if row == "keras_fit":
         from benchmarks import keras_fit  # Keras is not needed elsewhere
 

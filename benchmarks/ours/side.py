@@ -16,6 +16,8 @@ WORK = {
     "one_device": "single:OneDevice",
     "central": "single:Central",
     "central_parallel": "single:Central",
+    "replicas_empty": "single:EmptyReplicas",
+    "replicas_layers": "single:ReplicatedLayers",
     "keras_fit": "benchmarks.keras_fit:OneDeviceFit",
     "empty": "cluster:Empty",
     "mlp": "cluster:Mlp",

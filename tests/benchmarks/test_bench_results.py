@@ -143,6 +143,8 @@ def test_the_targets_are_those_of_the_design_page():
     assert named["one_device"] == ["≥ 0.97 × limit"]
     assert named["central"] == ["≥ 1 × TF", "≥ 0.85 × bare"]
     assert named["central_parallel"] == named["central"]
+    assert named["replicas_empty"] == ["≤ 150"]
+    assert named["replicas_layers"] == ["≤ limit + 1.5"]
     assert named["parquet"] == ["≥ 500", "≥ 3 × TF"]
     assert named["csv"] == ["≥ 250", "≥ 3 × TF"]
     assert named["save_gap"] == ["≤ 20"]

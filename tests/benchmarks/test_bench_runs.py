@@ -59,6 +59,7 @@ def test_a_row_runs_and_does_the_plain_runs_work():
         "one_device",
         "central",
         "central_parallel",
+        "replicas_layers",
         pytest.param("keras_fit", marks=pytest.mark.process),
     ],
 )

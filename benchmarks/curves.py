@@ -106,7 +106,6 @@ CURVES = (
         sides=(OURS,),
         points=tuple(point(CLUSTER, MLP, label=str(n), backups=n) for n in (0, 1)),
         checked=False,
-        axis="backups",
     ),
     Row(
         name="embedding_backups",
@@ -115,8 +114,6 @@ CURVES = (
         sides=(OURS,),
         points=tuple(point(CLUSTER, EMBEDDING, label=str(n), backups=n) for n in (0, 1)),
         checked=False,
-        axis="backups",
-        beside="mlp_backups",
     ),
     Row(
         name="failover",

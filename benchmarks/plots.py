@@ -34,7 +34,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
             continue
         if row.name == "quality":
             drawn.append(_quality(found, folder / "quality.png"))
-        elif len(row.points) > 1 and not row.beside:
+        elif row.axis and not row.beside:
             drawn.append(_picture(row, results, folder / f"{row.name}.png"))
     return drawn
 

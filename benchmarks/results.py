@@ -39,7 +39,7 @@ class Measurement:
         middle = self.median
         if middle is None or middle == 0:
             return None
-        return (max(self.samples) - min(self.samples)) / 2 / middle
+        return (max(self.samples) - min(self.samples)) / 2 / abs(middle)
 
     def processor_ms(self) -> dict[str, float]:
         """Median processor milliseconds per step of every process."""

@@ -66,7 +66,7 @@ class Row:
     front: bool = False
     #: a row and a figure of its samples: this row is that figure and runs nothing itself
     figure_of: tuple[str, str] | None = None
-    #: axis of the plot
+    #: axis of the plot; without one there is none
     axis: str = ""
     #: the row in whose picture this one is drawn, at its right
     beside: str = ""

@@ -40,6 +40,7 @@ def test_median_and_spread_are_of_all_samples():
     found = measured("ours", 90.0, 100.0, 130.0)
     assert found.median == 100.0
     assert found.spread == pytest.approx(0.2)
+    assert measured("ours", -30.0, -10.0, -20.0).spread == pytest.approx(0.5)  # per cent lost
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,32 @@ def test_members_are_not_compared_at_each_schedule_however_many_they_are(
     assert run(coordinator, apply) == (200.0, 201)
 
 
+def test_a_class_is_compared_in_full_once_after_python_adds_a_name_to_it(
+    coordinator: sg.ClusterCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``copyreg`` notes slots in a class when it pickles an object: no change, but the quick check fails (issue 18)."""
+    with coordinator.strategy.scope():
+        model = type("Own", (Scaled,), {"__module__": __name__})()
+    compared: list[Any] = []
+
+    plain = change_tracking.Fingerprint.__init__
+
+    def counting(self: Any, root: Any, *given: Any, **settings: Any) -> None:
+        if isinstance(root, tuple) and type(model) in root:
+            compared.append(root)
+        plain(self, root, *given, **settings)
+
+    def apply() -> float:
+        return float(model(torch.ones(2))[0])
+
+    assert run(coordinator, apply) == 1.0
+    monkeypatch.setattr(change_tracking.Fingerprint, "__init__", counting)
+    type(model).__slotnames__ = []
+    for _ in range(3):
+        assert run(coordinator, apply) == 1.0
+    assert len(compared) == 1
+
+
 def test_settings_of_torchs_own_layers_arrive(alone: sg.ClusterCoordinator) -> None:
     with alone.strategy.scope():
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))

@@ -249,15 +249,15 @@ class ChangeTracker:
 
     def _differs(self, token: Token, obj: Tracked, loose: Sequence[Entry]) -> bool:
         """Return whether one of these entries has changed inside."""
+        entries = self._known[token].entries
         for one in loose:
-            seen, value = self._known[token].entries.get(one), _entry_of(obj, one)
-            if (
-                type(seen) is Fingerprint
-                and seen.managed_if_same(_comparable(one, value)) is not None
-            ):
+            seen, value = entries.get(one), _entry_of(obj, one)
+            part = _comparable(one, value)
+            if type(seen) is Fingerprint and seen.managed_if_same(part) is not None:
                 continue
-            if seen != self._look(one, value):
+            if seen != (now := self._look(one, value)):
                 return True
+            entries[one] = now  # equal, but for a name that `copyreg` adds to a class
         return False
 
     def _look(self, entry: Entry, value: Any) -> _Seen:

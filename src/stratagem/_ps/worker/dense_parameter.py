@@ -244,7 +244,7 @@ def written_among(parameters: Iterable[DenseParameter]) -> list[DenseParameter]:
         if one.leaf._version != one._version
         or one.leaf.data_ptr() != one._address
         or one._before is not None
-        or (not one.is_live and one.is_written())
+        or (one._probe is not None and one._probe.tobytes() != one._start)
     ]
 
 

@@ -140,22 +140,21 @@ class WorkerCopies:
 
     def _update(self, found: dict[tuple[int, int], Newer]) -> None:
         """Take over known values, and ask for the others; shared memory is read."""
-        copies = [one for one in self._copies if one.is_refreshable]
-        missing = [one for one in copies if one.remote.mapped is None and not _is_known(one, found)]
+        copies = [(one, one.remote.mapped) for one in self._copies if one.is_refreshable]
+        missing = [one for one, mapped in copies if mapped is None and not _is_known(one, found)]
         try:
             if missing:
                 found.update(self._client.read_newer(_places(missing)))
         except NotFoundError:
             found.update(self._client.read_newer(_places(self._without_deleted(missing))))
-            copies = [one for one in copies if one in self._copies]
-        for copy in copies:
-            mapped = copy.remote.mapped
+            copies = [pair for pair in copies if pair[0] in self._copies]
+        for copy, mapped in copies:
             newer: Sequence[Newer] = (
                 [found[place.server, place.variable] for place in copy.remote.places]
                 if mapped is None
                 else [(one.memory, one.version) for one in mapped]
             )
-            versions = tuple(version for _, version in newer)
+            versions = tuple([version for _, version in newer])
             if versions != copy.remote.seen:
                 copy.remote.seen = versions
                 copy.take([value for value, _ in newer])

@@ -283,7 +283,7 @@ class WorkerVariables:
                 if generation != buffers.generation or not client.outbox.is_idle:
                     self._leave_slots()
                 raise
-        written.undo()
+        written.undo(watch=True)
         self._written.check(trained, versions, own=2)
         self._written.follow_step()
         self._note_staleness(step.watched, versions)
@@ -335,7 +335,7 @@ class WorkerVariables:
                 self.client.send(batch)
             if trained:
                 versions = self.client.wait_for_writes()
-        written.undo()
+        written.undo(watch=False)
         self._written.check(trained, versions, own=1)
 
     def _note_staleness(

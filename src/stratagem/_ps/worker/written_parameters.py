@@ -65,10 +65,10 @@ class FunctionWrites(NamedTuple):
                 trained.append(_Base(one.remote, one.remote.seen))
         return trained
 
-    def undo(self) -> None:
-        """Restore the servers' values after they were sent."""
+    def undo(self, *, watch: bool) -> None:
+        """Restore the servers' values after they were sent; `watch`: the function goes on."""
         for one in self.dense:
-            one.undo_write(watch=True)
+            one.undo_write(watch=watch)
 
 
 @final
@@ -143,15 +143,15 @@ class WrittenParameters:
     def undo(self, *, succeeded: bool) -> ForeignParameterError | None:
         """Restore what the function wrote and did not send, at its end; return an error if nothing noted a write.
 
-        Writes that only the kernel knows of are looked for in one parameter per closure, in turn. If that
-        one was written, all are searched.
+        After a success there is nothing to restore: `find` has found the writes, and they were sent. Writes that only the
+        kernel knows of are looked for in one parameter per closure, in turn. If that one was written, all are searched.
         """
         for buffer in self._buffers.values():
             buffer.end_closure(succeeded=succeeded)
         for rows in self.copied:
             rows.forget()
         self.copied.clear()
-        for dense in written_among(self._dense.values()):
+        for dense in () if succeeded else written_among(self._dense.values()):
             dense.undo_write()
         unnoted: list[DenseParameter] = []
         if self._dense:

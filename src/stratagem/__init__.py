@@ -1,8 +1,10 @@
 """Stratagem: tf.distribute's strategies for PyTorch.
 
-This module lists every public name in the table below and does nothing else. Names are loaded on first
-use, so that ``import stratagem`` is fast and a program that trains on one device never loads the cluster
-packages.
+Create a model and its optimizer under the scope of a strategy, such as `OneDeviceStrategy`, and pass the training step
+to ``strategy.run_steps``.
+
+This module only has the table of public names. A name is loaded on first use, so that ``import stratagem`` is fast and a
+program that trains on one device never loads the cluster packages.
 """
 
 from __future__ import annotations

@@ -95,11 +95,11 @@ def _no_counts() -> torch.Tensor:
 @final
 @dataclass
 class AUC:
-    """Area under the ROC curve: how probably a positive row has a higher score than a negative one.
+    """Area under the ROC curve: probability that a positive row scores higher than a negative one.
 
     Scores must be probabilities, from 0 to 1. They are counted in 16,384 bins, and scores in one bin count as equal. Bins
     are narrower near 0 and 1: scores in one bin differ by less than 1/8192 and, below 1/64, by less than 0.4 % of their
-    value. So the area is right to 1e-4, also for rare clicks, unless most scores are closer together than that.
+    value. So the error of the area is below 1e-4, also for rare clicks, unless most scores are closer together than a bin.
 
     Example:
         >>> import stratagem as sg

@@ -1,8 +1,8 @@
 """Counters, timers, distributions, gauges, logged values and events of a program.
 
 A `Registry` names the recorders. The module-level functions use one registry per process. `snapshot()` returns
-plain data that crosses processes, merges, and feeds heartbeats and the live page. `log` records a value
-of the user's own, such as the loss, in a scheduled function or in the program.
+plain data, which can be sent to another process and merged with other snapshots. `log` records your own value,
+such as the loss, in a scheduled function or in the program.
 
 Recording costs well under a microsecond. Memory is bounded: a distribution counts values in fixed
 logarithmic buckets, and only the latest events are kept.
@@ -116,7 +116,7 @@ class Registry:
             return self._gauges.get(name) or self._gauges.setdefault(name, Gauge(name))
 
     def log(self, name: str, value: SupportsFloat) -> None:
-        """Record a value of the user's own; see `metrics.log`."""
+        """Record a value of the program; see `metrics.log`."""
         scalar = self._scalars.get(name) or self._new_scalar(name)
         if scalar is not None:
             item = getattr(value, "item", None)  # of tensors, which may require gradients

@@ -60,13 +60,13 @@ def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = _command(
         commands,
         "train",
-        summary="run a script under a strategy, which sg.auto_strategy() returns in the script",
+        summary="run a script; its sg.auto_strategy() returns the strategy that you choose here",
         examples=(
             "  stratagem train my_script.py --strategy mirrored --replicas 2\n"
             "  stratagem train my_script.py --strategy ps --workers 2 --ps 2 --epochs 3\n"
             "  stratagem train my_script.py --strategy ps --restarts 3 --job ctr-v3\n"
             "  stratagem train my_script.py --on ray --workers 2:8 --resources-per-worker CPU=2\n"
-            "unknown options, and everything after --, are passed to the script"
+            "options that are not listed here, and everything after --, are passed to the script"
         ),
     )
     parser.add_argument("script", help="Python file to run as __main__")
@@ -148,7 +148,7 @@ def _add_cluster(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "action",
         choices=("start", "run", "ls", "stop"),
-        help="start: in the background; run: in the foreground",
+        help="start: in the background; run: in the foreground; ls: list; stop: end the cluster",
     )
     parser.add_argument("--name", default="default", help="name of the cluster (default: default)")
     parser.add_argument("--workers", type=positive, default=2, help="workers (default: 2)")
@@ -206,7 +206,9 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--workers", type=positive, default=2, help="workers (default: 2)")
     parser.add_argument("--ps", type=positive, default=2, help="parameter servers (default: 2)")
     parser.add_argument(
-        "--output", default="demo-output", help="folder for the files (default: demo-output)"
+        "--output",
+        default="demo-output",
+        help="folder for model, curves and report (default: demo-output)",
     )
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live view")
 
@@ -300,7 +302,7 @@ def _add_version(commands: _Commands[argparse.ArgumentParser]) -> None:
     _command(
         commands,
         "version",
-        summary="print the versions of stratagem, torch and Python",
+        summary="print the versions of Stratagem, torch and Python",
         examples="  stratagem version",
     )
 

@@ -194,17 +194,17 @@ class Variable(Convertible):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the variable."""
         return self._request.name
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
+        """Shape of the value."""
         return self._storage.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its type."""
+        """Type of the elements."""
         return self._storage.dtype
 
     @property
@@ -331,19 +331,19 @@ class Variable(Convertible):
         return self._scatter("sub", sparse_delta)
 
     def scatter_mul(self, sparse_delta: Any) -> torch.Tensor:
-        """Multiply by rows."""
+        """Multiply rows by the given rows."""
         return self._scatter("mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: Any) -> torch.Tensor:
-        """Divide by rows."""
+        """Divide rows by the given rows."""
         return self._scatter("div", sparse_delta)
 
     def scatter_min(self, sparse_delta: Any) -> torch.Tensor:
-        """Take the smaller of value and rows."""
+        """Keep the smaller one of each element and the given element, in the given rows."""
         return self._scatter("min", sparse_delta)
 
     def scatter_max(self, sparse_delta: Any) -> torch.Tensor:
-        """Take the larger of value and rows."""
+        """Keep the larger one of each element and the given element, in the given rows."""
         return self._scatter("max", sparse_delta)
 
     def scatter_update(self, sparse_delta: Any) -> torch.Tensor:

@@ -103,7 +103,7 @@ def _masked(crc: int) -> int:
 class TFRecordReader(Reader):
     """Reader of TFRecord files: records as `bytes`. Decode them in a `map`.
 
-    ::
+    Layout of a record::
 
         u64 length | u32 masked CRC-32C of length | length bytes | u32 masked CRC-32C of the bytes
 

@@ -37,7 +37,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
 @final
 @dataclass(frozen=True)
 class Feature:
-    """Feature of an Example: type, and number of values.
+    """Feature of a ``tf.train.Example``: the type and the number of its values.
 
     Attributes:
         dtype: ``torch.int64``, ``torch.float32``, ``bytes`` or ``str``.

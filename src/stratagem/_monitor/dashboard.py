@@ -96,7 +96,7 @@ def dashboard(
     Args:
         subject: a `ClusterCoordinator`, or any strategy.
         address: ``host:port`` to listen on; port 0 takes a free one.
-        title: of the page and the report.
+        title: title of the page and of the report.
         tensorboard: directory for TensorBoard; by default none is written.
 
     Returns:

@@ -198,9 +198,9 @@ class Strategy(Owner):
     ) -> Iterator[Any]:
         """Call ``step(batch)`` for every global batch; yield the results in batch order.
 
-        On one machine each batch is one `run`. With parameter servers each batch is scheduled on a
-        worker, and later batches already run when a result is yielded. Numbers that replicas return are
-        averaged over the rows of the batch.
+        A generator: no step runs until you iterate over it, with a loop or ``list(...)``. On one machine each
+        batch is one `run`. With parameter servers each batch is scheduled on a worker, and later batches already
+        run when a result is yielded. Numbers that replicas return are averaged over the rows of the batch.
 
         Args:
             step: the training step, a function of one batch.

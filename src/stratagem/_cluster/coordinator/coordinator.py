@@ -383,7 +383,7 @@ class ClusterCoordinator(Owner, metaclass=_OnePerStrategy):
             interleave: number of files or row groups that are read in turn.
 
         Raises:
-            DataError: several processes cannot read the dataset: a DataLoader, an infinite source, `cache()`.
+            DataError: several processes cannot read the dataset in the same order, such as a DataLoader or `cache()`.
             TypeError: `dataset_fn` is neither a dataset nor a function.
         """
         refuse_async(dataset_fn, "create_shared_dataset()")

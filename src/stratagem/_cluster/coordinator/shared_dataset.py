@@ -185,7 +185,7 @@ class SharedDataset:
             return self._with_identity(pinned(self._engine.queue.unsent()))
 
     def state_dict_when_finished(self) -> dict[str, Any]:
-        """Return the position of a program that continues when all present functions have finished."""
+        """Return the position that will be current when all functions scheduled so far have finished."""
         with self._engine.lock:
             return self._with_identity(self._ledger.state_when_finished())
 
@@ -218,7 +218,7 @@ class SharedDataset:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Let `state_dict` return the present position inside the context, while training continues.
+        """Return a context manager in which `state_dict` returns the position at entry, while training continues.
 
         Functions that have finished when the context is entered count as trained. Functions that no worker has
         received when `state_dict` is called count as not trained.

@@ -56,7 +56,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Return the present cluster."""
+        """Return the current cluster."""
 
     def cluster_key_text(self) -> str | None:
         """Return the key that tasks of this cluster prove to each other; None for the default key.

@@ -48,7 +48,7 @@ class Server(Owner):
         task_index: index of this task; optional if the job has only one task.
         protocol: accepted for tf.distribute; the default ``"grpc"`` selects Stratagem's own protocol.
         config: `ClusterOptions`, or None.
-        start: start to serve at once.
+        start: whether to start serving at once.
         key: the cluster key; by default from the environment (``STRATAGEM_CLUSTER_KEY``).
         advertised_address: host, or ``host:port``, at which others reach this task, if that is not the
             address in the cluster specification (behind NAT, in a container).

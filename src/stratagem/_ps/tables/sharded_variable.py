@@ -157,11 +157,11 @@ class ShardedVariable(Convertible):
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: Tensor) -> ShardedVariable:
-        """Keep the smaller of each row's elements and those given."""
+        """Keep the smaller one of each element and the given element, in the given rows."""
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: Tensor) -> ShardedVariable:
-        """Keep the larger of each row's elements and those given."""
+        """Keep the larger one of each element and the given element, in the given rows."""
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: Tensor) -> ShardedVariable:

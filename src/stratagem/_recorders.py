@@ -48,11 +48,6 @@ class Counter:
         """Current count."""
         return self._value
 
-    def reset(self) -> None:
-        """Set the count to 0."""
-        with self._lock:
-            self._value = 0
-
     def __repr__(self) -> str:
         return f"<Counter {self.name}: {self._value}>"
 
@@ -78,10 +73,6 @@ class Gauge:
     def set(self, value: Number) -> None:
         """Replace the value."""
         self.value = value
-
-    def reset(self) -> None:
-        """Set the value to 0."""
-        self.value = 0
 
     def __repr__(self) -> str:
         return f"<Gauge {self.name}: {self.value}>"
@@ -121,12 +112,6 @@ class ScalarRecorder:
                 time_s=self._time_s,
             )
 
-    def reset(self) -> None:
-        """Discard every value."""
-        self._count = self._not_finite = 0
-        self._total = self._time_s = 0.0
-        self._last = math.nan
-
 
 class Recorder:
     """Common part of `Distribution` and `Timer`: exact count, sum and extremes, and buckets."""
@@ -136,9 +121,6 @@ class Recorder:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = threading.Lock()
-        self._clear()
-
-    def _clear(self) -> None:
         self._count = 0
         self._total = 0.0
         self._minimum = math.inf
@@ -171,11 +153,6 @@ class Recorder:
                 maximum=self._maximum,
                 buckets=dict(self._buckets),
             )
-
-    def reset(self) -> None:
-        """Discard every value."""
-        with self._lock:
-            self._clear()
 
 
 @final

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, SupportsFloat, final
 
-from stratagem._recorders import Counter, Distribution, Gauge, Recorder, ScalarRecorder, Timer
+from stratagem._recorders import Counter, Distribution, Gauge, ScalarRecorder, Timer
 from stratagem._snapshots import (
     DistributionSnapshot,
     Event,
@@ -48,7 +48,6 @@ __all__ = [
     "gauge",
     "log",
     "merge",
-    "reset",
     "snapshot",
     "timer",
 ]
@@ -163,20 +162,6 @@ class Registry:
             events=events,
         )
 
-    def reset(self) -> None:
-        """Set every recorder to zero and discard the events. Recorders in use stay valid."""
-        with self._lock:
-            recorders: list[Counter | Gauge | Recorder | ScalarRecorder] = [
-                *self._counters.values(),
-                *self._gauges.values(),
-                *self._scalars.values(),
-                *self._timers.values(),
-                *self._distributions.values(),
-            ]
-            self._events.clear()
-        for recorder in recorders:
-            recorder.reset()
-
     def __repr__(self) -> str:
         return (
             f"<Registry: {len(self._counters)} counters, "
@@ -273,16 +258,3 @@ def snapshot() -> Snapshot:
         True
     """
     return _of_this_process.snapshot()
-
-
-def reset() -> None:
-    """Set everything this process has recorded to zero.
-
-    Example:
-        >>> from stratagem import metrics
-        >>> metrics.counter("doc.zeroed").add()
-        >>> metrics.reset()
-        >>> metrics.counter("doc.zeroed").value
-        0
-    """
-    _of_this_process.reset()

@@ -150,21 +150,25 @@ def test_metrics_of_workers_reach_the_coordinator(cluster):
             optimizer.step()
 
         with sg.ClusterCoordinator(strategy) as coordinator:
-            emptied = coordinator.create_per_worker_resource(sg.metrics.reset)
-            assert coordinator.schedule(lambda it: it, args=(emptied,)).fetch() is None
+
+            def counts() -> list[int]:
+                seen = coordinator.worker_metrics
+                found = [seen.timers.get(name) for name in ("ps.push", "ps.read")]
+                found.append(seen.distributions.get("ps.staleness"))
+                return [0 if one is None else one.count for one in found]
+
+            wait_until(
+                lambda: all(
+                    "worker.steps" in each.counters
+                    for each in coordinator.metrics_by_worker.values()
+                )
+            )
+            before = counts()
             for _ in range(20):
                 coordinator.schedule(step)
             coordinator.join(timeout_s=120)
-
-            def pushes() -> int:
-                timers = coordinator.worker_metrics.timers
-                return timers["ps.push"].count if "ps.push" in timers else 0
-
-            wait_until(lambda: pushes() == 20)
-            seen = coordinator.worker_metrics
-    assert seen.timers["ps.push"].count == 20
-    assert seen.timers["ps.read"].count == 20
-    assert seen.distributions["ps.staleness"].count == 20
+            wait_until(lambda: counts()[0] == before[0] + 20)
+            assert counts() == [count + 20 for count in before]
 
 
 def test_lookups_move_only_their_rows(cluster):

@@ -125,8 +125,8 @@ class DistributionSnapshot:
     def since(self, before: DistributionSnapshot | None) -> DistributionSnapshot:
         """Return the values recorded after `before`, an earlier snapshot of the same recorder.
 
-        The extremes are those of the whole recording. A recorder that counts less than before was reset,
-        so that all its values are new.
+        The extremes are those of the whole recording. A recorder that counts less than before
+        belongs to a task that was started again, so that all its values are new.
         """
         if before is None or before.count > self.count:
             return self

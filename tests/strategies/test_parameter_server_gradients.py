@@ -95,6 +95,21 @@ def test_zeroed_in_place_and_set_to_none_in_turns(cluster: sg.LocalCluster) -> N
     assert_trains_alike(cluster, train)
 
 
+def test_detached_and_zeroed_as_before_set_to_none(cluster: sg.LocalCluster) -> None:
+    """Torch refuses `detach_` of a view."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        for step in range(3):
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.detach_()
+                    parameter.grad.zero_()
+            loss_of(model, x + step).backward()
+            optimizer.step()
+
+    assert_trains_alike(cluster, train)
+
+
 def test_accumulated_over_several_backward_passes(cluster: sg.LocalCluster) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
         for step in range(4):

@@ -116,7 +116,8 @@ class GradientSlot:
         """Return a tensor over the memory; the slot is not free until the tensor is gone."""
         memory = self.memory[:]  # the tensor alone keeps this object alive
         self.taken = weakref.ref(memory)
-        return torch.frombuffer(memory, dtype=self._dtype).view(self._shape)
+        # Detached: a gradient that torch counts as a view refuses ``p.grad.detach_()``.
+        return torch.frombuffer(memory, dtype=self._dtype).view(self._shape).detach()
 
     def holds(self, gradient: Tensor) -> bool:
         """Return whether a gradient of the slot's shape is the content of this memory."""

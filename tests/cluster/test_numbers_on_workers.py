@@ -163,6 +163,33 @@ def test_containers_that_no_code_changes_are_not_named(
     assert warnings_of(coordinator, caplog, step) == []
 
 
+class Cropped(nn.Module):
+    """A method cuts a tensor that has the name of a truth value in the settings (nanoGPT's `bias`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(bias=False)
+        self.register_buffer("bias", torch.ones(3))
+
+    def crop(self, size: int) -> None:
+        self.bias = self.bias[:size]
+
+    def forward(self) -> Any:
+        return self.bias.sum() + self.config.bias
+
+
+def test_a_number_with_the_name_of_a_tensor_that_is_cut_is_not_named(
+    coordinator: sg.ClusterCoordinator, caplog: Any
+) -> None:
+    with coordinator.strategy.scope():
+        model = Cropped()
+
+    def step() -> float:
+        return float(model())
+
+    assert warnings_of(coordinator, caplog, step) == []
+
+
 def count(holder: Any) -> None:
     holder.steps += 1
 

@@ -200,7 +200,9 @@ class _Reader:
         own = None if stored is None or stored[0] == "@" else stored
         mine = [one for one, name in loads.items() if name == own and one.opname != "LOAD_METHOD"]
         changed, kind = own, None
-        if own is not None and mine:
+        # What has items is no number.
+        indexed = {one.parts[0] for one in nodes if one.opname.startswith("BINARY_S")}
+        if own is not None and not indexed.issuperset(mine):
             kind = self._kind(statement, self._added(statement, mine), root.parts[-1])
             self._found.numbers[own] |= {kind}
             if any(one.opname == "BINARY_OP" and one.argval in _ADDING for one in nodes):

@@ -141,6 +141,14 @@ def test_inp_7_scalars_with_several_replicas_say_batch(two):
         next(steps)
 
 
+def test_inp_7_a_number_of_enumerate_says_to_count_in_the_step(two):
+    steps = iter(two.distribute_dataset([(0, torch.ones(4, 2))]))
+    with pytest.raises(
+        ValueError, match=r"\[0\] has no first dimension.*count in the step: steps \+= 1"
+    ):
+        next(steps)
+
+
 def test_inp_7_unbatched_rows_and_nested_batches_are_cut_along_their_first_dimension(two):
     rows = Dataset.from_tensor_slices([[0, 1], [2, 3]])
     assert [parts(two, s) for s in two.distribute_dataset(rows)] == [[[0], [1]], [[2], [3]]]

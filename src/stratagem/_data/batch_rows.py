@@ -48,7 +48,9 @@ def _rows_error(nest: Any, what: str) -> UnequalRows:
     if scalars:
         return UnequalRows(
             f"{what} cannot be split into rows: {scalars[0]} has no first dimension "
-            f"({nests.describe(nest)}). Call .batch(global_batch_size) on the dataset first."
+            f"({nests.describe(nest)}). If the dataset yields single rows, call .batch(global_batch_size) on it first. "
+            "Leave out a number that belongs to the whole batch, such as that of enumerate(), and count in the step: "
+            "steps += 1."
         )
     sizes = ", ".join(f"{name}: {len(leaf)}" for name, leaf in named)
     return UnequalRows(

@@ -119,7 +119,8 @@ def _plain(optimizer: Optimizer, key: str, value: Any) -> Setting:
         return _as_plain(value)
     raise UnsupportedOptimizer(
         f"{type(optimizer).__name__} has the setting {key}={value!r}, which cannot be sent to "
-        "parameter servers: expected a number, a text, a truth value, None or a tuple of numbers."
+        "parameter servers: expected a number, a text, a truth value, None or a tuple of numbers. Use another optimizer "
+        "or another strategy."
     )
 
 

@@ -60,7 +60,7 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int | torch.Tensor | None:
-        """This replica's number: an int32 scalar tensor (the plain int 0 in the default context)."""
+        """Number of this replica: an int32 scalar tensor (the plain int 0 in the default context)."""
         if self._strategy._is_default or self._id is None or isinstance(self._id, torch.Tensor):
             return self._id
         if self._tensor is None:
@@ -69,7 +69,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> Any:
-        """This replica's device, in the form that tf.distribute returns (deprecated there)."""
+        """Device of this replica, in the form that tf.distribute returns (deprecated there)."""
         require_replica(self, "ReplicaContext.devices")
         return self._strategy._replica_devices(self._number())
 

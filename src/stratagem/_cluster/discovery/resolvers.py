@@ -20,7 +20,7 @@ from stratagem._cluster.discovery.cluster_spec import ClusterSpec
 
 
 class Found(NamedTuple):
-    """This task's place as a resolver finds it; values set by the user take precedence."""
+    """Job and index of this task as a resolver finds them; values set by the user take precedence."""
 
     task_type: str | None = None
     task_id: int | None = None

@@ -13,7 +13,7 @@ from stratagem._cluster.coordinator.remote_values import RemoteValue
 from stratagem._cluster.coordinator.sender import Closure
 from stratagem._cluster.coordinator.worker_link import SentObjects
 from stratagem._wire import frames, messages
-from stratagem._wire.codec import LocalBuffers, Outgoing, pack
+from stratagem._wire.codec import Outgoing, pack
 from stratagem._wire.failures import failure_from
 from stratagem._wire.messages import Frame, Message
 from stratagem.config import ClusterOptions
@@ -95,8 +95,11 @@ class FakeLink:
 
 def frame_of(message: Message, outgoing: Outgoing) -> Frame:
     """A frame as it would have arrived."""
-    raw: Any = LocalBuffers(outgoing.buffers)
-    return Frame(frames.NOTIFY, 0, message, raw)
+    places = tuple(memoryview(bytearray(one)) for one in outgoing.buffers)
+    spans = tuple((0, len(one)) for one in places)
+    frame = Frame(frames.NOTIFY, 0, b"", memoryview(b""), spans, places=places)
+    frame.message = message
+    return frame
 
 
 def finished(closure: int, value: object = None, ran_s: float = 1.0) -> tuple[Message, Outgoing]:

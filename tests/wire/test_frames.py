@@ -13,16 +13,16 @@ from stratagem._wire.frames import (
     INPUT_BYTES,
     KINDS,
     REPLY,
+    Frame,
     FrameParser,
     Limits,
     Placing,
-    RawFrame,
     encode_frame,
 )
 from stratagem.errors import ProtocolError
 
 
-def feed(parser: FrameParser, data: bytes, piece: int) -> list[RawFrame]:
+def feed(parser: FrameParser, data: bytes, piece: int) -> list[Frame]:
     """Gives the parser the bytes, at most `piece` at a time, as a socket would."""
     found = []
     position = 0
@@ -59,7 +59,7 @@ def test_frames_come_back_however_the_stream_is_cut(
     parser = FrameParser()
     found = feed(parser, data, piece)
     back = [
-        (one.kind, one.call, one.message, [bytes(one.buffer(i)) for i in range(len(one.spans))])
+        (one.kind, one.call, one.data, [bytes(one.buffer(i)) for i in range(len(one.spans))])
         for one in found
     ]
     assert back == sent
@@ -74,9 +74,9 @@ def test_large_messages_and_buffers_come_back(size: int) -> None:
     data += b"".join(encode_frame(4, 0, b"next", []))
     for piece in (1000, 1 << 20):
         first, second = feed(FrameParser(), data, piece)
-        assert first.message == message
+        assert first.data == message
         assert [bytes(first.buffer(i)) for i in range(3)] == [message, b"", message[:9]]
-        assert second.message == b"next"
+        assert second.data == b"next"
 
 
 def test_buffers_are_aligned_and_writable() -> None:
@@ -123,7 +123,7 @@ def test_memory_is_used_again_for_the_same_size_once_its_frame_is_done() -> None
     """An area is overwritten only after its receiver has said that nothing uses it."""
     parser = FrameParser()
 
-    def receive(*buffers: bytes) -> RawFrame:
+    def receive(*buffers: bytes) -> Frame:
         (found,) = feed(parser, b"".join(encode_frame(1, 1, b"", buffers)), 1 << 20)
         return found
 
@@ -150,7 +150,7 @@ def test_large_buffers_of_a_reply_are_received_where_its_caller_wants_them(piece
     other = b"".join(encode_frame(REPLY, 8, b"other", [b"x" * 300_000]))
     reply = b"".join(encode_frame(REPLY, 7, b"reply", sent))
     frames = feed(parser, other + reply + other, piece)
-    assert [one.message for one in frames] == [b"other", b"reply", b"other"]
+    assert [one.data for one in frames] == [b"other", b"reply", b"other"]
     assert [bytes(frames[1].buffer(index)) for index in range(4)] == sent
     assert frames[1].buffer(0) is wanted[0]
     assert [bytes(one) for n, one in enumerate(places) if n != 2] == [sent[0], sent[1], sent[3]]

@@ -251,8 +251,8 @@ def test_the_parser_and_decoder_alone() -> None:
                     space[:count] = mutated[position : position + count]
                     parser.advance(count)
                     position += count
-                    while (raw := parser.next_frame()) is not None:
-                        messages.decode_frame(raw)
+                    while (frame := parser.next_frame()) is not None:
+                        messages.decode(frame.data)
                         good += 1
             except ProtocolError:
                 bad += 1

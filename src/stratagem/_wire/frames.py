@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
+from stratagem._wire.message_base import Message
 from stratagem.errors import ProtocolError
 
 REQUEST = 1
@@ -71,12 +72,12 @@ class Limits:
 
 
 @dataclass(slots=True)
-class RawFrame:
-    """One received frame, its message not yet decoded."""
+class Frame:
+    """One received frame: its message, and the buffers beside it."""
 
     kind: int
     call: int
-    message: bytes
+    data: bytes  # the message, encoded
     area: memoryview
     spans: tuple[tuple[int, int], ...]
     """(offset, length) of every buffer in the area."""
@@ -85,13 +86,13 @@ class RawFrame:
     """Bytes of its buffers if there was no memory for them; they were discarded."""
 
     places: tuple[memoryview, ...] = ()
-    """Memory that its buffers were received in, if not in the area."""
-
-    decoded: object = None
-    """Its message, if that was decoded to find the places."""
+    """Memory that its buffers were received in, if not in the area. The message was decoded to find it."""
 
     is_done: bool = False
     """Set by the receiver when nothing uses the area any more: the next frame of the same size may overwrite it."""
+
+    message: Message = field(init=False)
+    """Set by the receiver of the frame (`stream.py`)."""
 
     def buffer(self, index: int) -> memoryview:
         """Return the memory of one buffer, writable; it stays valid while it is referenced.
@@ -118,7 +119,7 @@ class Placing(NamedTuple):
     """Where the buffers of one reply go, None for new memory; and the reply, decoded."""
 
     places: Sequence[memoryview | None]
-    message: object
+    message: Message
 
 
 Place: TypeAlias = Callable[[bytes], Placing | None]
@@ -174,7 +175,7 @@ class FrameParser:
         >>> parser.space()[: len(data)] = data
         >>> parser.advance(len(data))
         >>> frame = parser.next_frame()
-        >>> frame.message, bytes(frame.buffer(0))
+        >>> frame.data, bytes(frame.buffer(0))
         (b'hello', b'xy')
     """
 
@@ -185,8 +186,8 @@ class FrameParser:
         self._start = 0
         self._end = 0
         self._needed = PREFIX.size  # bytes of the head to be complete, counted from _start
-        self._partial: RawFrame | None = None  # a frame whose area is being filled
-        self._last: RawFrame | None = None  # the last one with an area, if that may be used again
+        self._partial: Frame | None = None  # a frame whose area is being filled
+        self._last: Frame | None = None  # the last one with an area, if that may be used again
         self._rest: list[memoryview] = []  # of its places: where these go, the last one first
         self.missing = 0
         """Bytes of a large frame that are yet to come."""
@@ -225,7 +226,7 @@ class FrameParser:
         else:
             self._end += count
 
-    def next_frame(self) -> RawFrame | None:
+    def next_frame(self) -> Frame | None:
         """Return the next complete frame, or None.
 
         Raises:
@@ -262,13 +263,13 @@ class FrameParser:
         message = bytes(self._view[text:body])
         self._start = body
         if count == 0:
-            return RawFrame(kind, call, message, _NOTHING, ())
+            return Frame(kind, call, message, _NOTHING, ())
         lengths = struct.unpack_from(f"<{count}Q", self._input, start + PREFIX.size)
         return self._begin_area(kind, call, message, lengths)
 
     def _begin_area(
         self, kind: int, call: int, message: bytes, lengths: tuple[int, ...]
-    ) -> RawFrame | None:
+    ) -> Frame | None:
         spans = []
         total = 0
         for length in lengths:
@@ -285,18 +286,18 @@ class FrameParser:
             placing = place(message)
             if placing is not None and _fits(placing.places, lengths):
                 return self._begin_places(
-                    RawFrame(kind, call, message, _NOTHING, tuple(spans)), placing, total, here
+                    Frame(kind, call, message, _NOTHING, tuple(spans)), placing, total, here
                 )
         last, self._last = self._last, None
         try:
             is_free = last is not None and last.is_done and len(last.area) == total
             area = last.area if last is not None and is_free else allocate(total)
             area[:here] = self._view[self._start : self._start + here]
-            frame = RawFrame(kind, call, message, area, tuple(spans))
+            frame = Frame(kind, call, message, area, tuple(spans))
             self._last = frame if total <= REUSED_BYTES else None
         except (MemoryError, RuntimeError):  # the latter is how torch says it
-            # `RawFrame.buffer` raises MemoryError, which is sent to the peer; the connection continues.
-            frame = RawFrame(kind, call, message, _NOTHING, tuple(spans), starved_bytes=total)
+            # `Frame.buffer` raises MemoryError, which is sent to the peer; the connection continues.
+            frame = Frame(kind, call, message, _NOTHING, tuple(spans), starved_bytes=total)
         self._start += here
         if here == total:
             return frame
@@ -304,13 +305,11 @@ class FrameParser:
         self.missing = total - here
         return None
 
-    def _begin_places(
-        self, frame: RawFrame, placing: Placing, total: int, here: int
-    ) -> RawFrame | None:
+    def _begin_places(self, frame: Frame, placing: Placing, total: int, here: int) -> Frame | None:
         """Receive each buffer in its own memory."""
         pairs = zip(placing.places, frame.spans, strict=True)
         frame.places = tuple(allocate(span[1]) if one is None else one for one, span in pairs)
-        frame.decoded = placing.message
+        frame.message = placing.message
         self._partial, self.missing = frame, total
         for one, (_, length) in zip(reversed(frame.places), reversed(frame.spans), strict=True):
             if length % ALIGNMENT:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -21,7 +20,7 @@ import msgspec
 
 from stratagem._wire.backup_messages import *  # noqa: F403
 from stratagem._wire.checkpoint_messages import *  # noqa: F403
-from stratagem._wire.frames import RawFrame
+from stratagem._wire.frames import Frame as Frame
 from stratagem._wire.job_messages import *  # noqa: F403
 from stratagem._wire.key_messages import *  # noqa: F403
 from stratagem._wire.message_base import *  # noqa: F403
@@ -75,24 +74,3 @@ def decode_operations(data: Operations) -> tuple[Operation, ...]:
         return _operations_decoder.decode(data)
     except _DECODING_ERRORS as error:
         raise ProtocolError(f"the operations of a write are invalid: {error}") from error
-
-
-@dataclass(slots=True)
-class Frame:
-    """A received frame: its message, and the buffers beside it."""
-
-    kind: int
-    call: int
-    message: Message
-    raw: RawFrame
-
-    def buffer(self, index: int) -> memoryview:
-        """Return the memory of one buffer, writable; it stays valid while it is referenced."""
-        return self.raw.buffer(index)
-
-
-def decode_frame(raw: RawFrame) -> Frame:
-    """Decode the message of a received frame; ProtocolError if there is none."""
-    known = raw.decoded
-    message = known if isinstance(known, Message) else decode(raw.message)
-    return Frame(raw.kind, raw.call, message, raw)

@@ -169,8 +169,10 @@ class FrameStream:
                     break
                 full = count == len(space)
                 self.parser.advance(count)
-                while (raw := self.parser.next_frame()) is not None:
-                    found.append(messages.decode_frame(raw))
+                while (frame := self.parser.next_frame()) is not None:
+                    if not frame.places:
+                        frame.message = messages.decode(frame.data)
+                    found.append(frame)
                 if not full:
                     break
         except MemoryError as error:  # the rest of the stream could not be parsed

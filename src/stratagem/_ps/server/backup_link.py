@@ -129,7 +129,7 @@ class BackupLink:
                 self._held.append(forwarded)
             return
         self._begin_client(memory)
-        buffers: list[Buffer] = [frame.buffer(index) for index in range(len(frame.raw.spans))]
+        buffers: list[Buffer] = [frame.buffer(index) for index in range(len(frame.spans))]
         if isinstance(message, messages.OpenSegments):
             forwarded.opens = memory.number
         elif isinstance(message, messages.Write):
@@ -262,7 +262,7 @@ class BackupLink:
 
 
 def _gave_same_rows(one: Forwarded, frame: Frame) -> bool:
-    same = len(one.buffers) == len(frame.raw.spans) and frame.message == one.reply
+    same = len(one.buffers) == len(frame.spans) and frame.message == one.reply
     return same and all(frame.buffer(n) == each for n, each in enumerate(one.buffers))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from stratagem._ps.server.stored_variable import StoredVariable
 from stratagem._ps.types import Gradient, JoinedGradient, WriteId
 from stratagem._wire import codec, messages, shm
-from stratagem._wire.frames import REUSED_BYTES, RawFrame
+from stratagem._wire.frames import REUSED_BYTES
 from stratagem._wire.messages import Frame, SegmentRef, TensorRef
 from stratagem.errors import NotFoundError, ProtocolError
 
@@ -44,14 +44,14 @@ class PreparedWrite(NamedTuple):
         epoch: identifies the variables and optimizers of the session; after a change, it is another object.
         calls: what to do, in order; each takes the identity of the write.
         touched: the variables, by number.
-        raw: the frame in whose memory the calls find the message's buffers.
+        frame: the frame in whose memory the calls find the message's buffers.
         may_repeat: the calls do the same with new values in the same memory, and keep nothing of it.
     """
 
     epoch: object
     calls: Sequence[Callable[[WriteId], object]]
     touched: Mapping[int, Touched]
-    raw: RawFrame
+    frame: Frame
     may_repeat: bool
 
 
@@ -133,26 +133,26 @@ class ClientMemory:
         )
         return joined.split()
 
-    def known_write(self, key: bytes, epoch: object, raw: RawFrame) -> PreparedWrite | None:
+    def known_write(self, key: bytes, epoch: object, frame: Frame) -> PreparedWrite | None:
         """Return the write prepared for the same bytes in the same epoch, with its buffers in the same memory."""
         known = self._writes.get(key)
-        if known is None or known.epoch is not epoch or known.raw.area is not raw.area:
+        if known is None or known.epoch is not epoch or known.frame.area is not frame.area:
             return None
-        return known if known.raw.spans == raw.spans else None
+        return known if known.frame.spans == frame.spans else None
 
     def keep_write(self, key: bytes, write: PreparedWrite) -> None:
         """Keep a prepared write, if that is not too much; those with buffers while all are received into one memory."""
-        raw = write.raw
-        may_keep = not raw.spans or (write.may_repeat and len(raw.area) <= REUSED_BYTES)
+        frame = write.frame
+        may_keep = not frame.spans or (write.may_repeat and len(frame.area) <= REUSED_BYTES)
         if not may_keep or len(key) > _LONGEST_WRITE_BYTES:
             return
         is_full = (
             len(self._writes) >= _KEPT_WRITES
             or self._variables_kept + len(write.touched) > _KEPT_VARIABLES
         )
-        if is_full or raw.area is not self._area:
+        if is_full or frame.area is not self._area:
             self._forget_writes()
-        self._area = raw.area
+        self._area = frame.area
         self._variables_kept += len(write.touched)
         self._writes[key] = write
 

@@ -313,7 +313,7 @@ class Session:
         if self.link is not None:
             return reply, ()
         answer = self.with_values(reply, frame, memory)
-        frame.raw.is_done = prepared.may_repeat
+        frame.is_done = prepared.may_repeat
         return answer
 
     def with_values(self, reply: Message, frame: Frame, memory: ClientMemory) -> Reply:
@@ -336,7 +336,7 @@ class Session:
     ) -> PreparedWrite:
         """Return what the write is to do: as the last time, if its bytes are the same."""
         key = bytes(message.operations)
-        known = memory.known_write(key, self._epoch, frame.raw)
+        known = memory.known_write(key, self._epoch, frame)
         if known is not None:
             return known
         operations = messages.decode_operations(message.operations)
@@ -348,7 +348,7 @@ class Session:
                 segment, offset, _ = self._places[number]
                 touched[number] = Touched(variable, segment.counters, shm.counter_index(offset))
         may_repeat = not any(_keeps_values(one) for one in operations)
-        prepared = PreparedWrite(self._epoch, calls, touched, frame.raw, may_repeat)
+        prepared = PreparedWrite(self._epoch, calls, touched, frame, may_repeat)
         memory.keep_write(key, prepared)
         return prepared
 

@@ -449,3 +449,48 @@ def test_the_state_of_another_replica_is_refused(cell, detach_first, pair):
     with pytest.raises(ReplicaError, match=r"Recurrent\.hidden(.|\n)*different values"):
         for _ in range(3):
             pair.run(lambda x, y: program.train(x, y), args=parts)
+
+
+class Decoder(nn.Module):
+    """Keeps the state of its cell in an attribute, from zeros in every call (Tacotron 2)."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, 6), nn.Linear(6, 2)
+
+    def start(self, x):
+        self.hidden = x.new_zeros(len(x), 6)
+
+    def decode(self, x):
+        self.hidden = self.cell(x, self.hidden)
+        return self.out(self.hidden)
+
+    def forward(self, x):
+        self.start(x)
+        return self.decode(x) + self.decode(2 * x)
+
+
+def train_decoder(strategy, *, clear):
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = Decoder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if clear:
+            model.hidden = None
+
+    list(strategy.run_steps(step, [(X, Y)] * 4))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_state_that_every_step_starts_anew_may_be_dropped_at_its_end(pair):
+    with pytest.raises(ReplicaError, match="begins with a new value, .* set it to None"):
+        train_decoder(pair, clear=False)
+    plain = train_decoder(sg.OneDeviceStrategy("cpu:0"), clear=True)
+    for mine, one in zip(train_decoder(pair, clear=True), plain, strict=True):
+        torch.testing.assert_close(mine, one)

@@ -60,7 +60,8 @@ REMEDY: Final = (
     "Replicas share this tensor, and every replica runs the same code. Write it once for all replicas:\n"
     "    sg.get_replica_context().merge_call(lambda strategy: average.update())\n"
     "or register it as a buffer of a module created under the scope (register_buffer): every replica then has its "
-    "own copy, and the copies are averaged; or return the value from the step and combine it outside run()."
+    "own copy, and the copies are averaged; or return the value from the step and combine it outside run(). If the step "
+    "begins with a new value, not with the last step's, set it to None when the step ends."
 )
 
 

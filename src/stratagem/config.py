@@ -352,12 +352,12 @@ class ClusterOptions:
     partition_limit_s: float = 30.0
     """Seconds to wait for a parameter server that cannot be reached, and for any silent task whose process on
     this host runs. Such a server may still have its variables; native code that holds the GIL blocks
-    heartbeats. A process that is known to have ended or to be stopped is not waited for. Longer than a switch or a
-    router takes to restart; below the session's lease. Limits of TCP and of the handshake are set only by
-    ``STRATAGEM_PARTITION_LIMIT_S``, in each process."""
+    heartbeats. The coordinator does not wait for a process that has ended or is stopped. The default is longer than
+    a switch or a router takes to restart, and below the session's lease. Limits of TCP and of the handshake are set
+    only by ``STRATAGEM_PARTITION_LIMIT_S``, in each process."""
 
     connect_timeout_s: float = 30.0
-    """Seconds that connecting to one task may take, its start included."""
+    """Seconds that the coordinator waits for all workers at the start, and later for the answer of one worker."""
 
     worker_wait_s: float = 3600.0
     """Seconds that closures wait while no worker is connected."""
@@ -366,8 +366,7 @@ class ClusterOptions:
     """Seconds between attempts to reconnect to a lost worker; a fork server needs about 0.1 s."""
 
     membership_s: float = 1.0
-    """Seconds between calls of the resolver that look for workers that joined or left; 0: the workers stay
-    those of the start."""
+    """Seconds between calls of the resolver to find workers that joined or left; 0: never call it."""
 
     queue_limit: int = 262_144
     """Queued closures at which `schedule` waits; 0 means no limit."""
@@ -383,7 +382,7 @@ class ClusterOptions:
     """Failure reports about one server at which the failure is raised instead of retried."""
 
     transient_timeouts: int = -1
-    """Missed deadlines at which an error is raised; -1 means a tenth of the workers."""
+    """Functions with a missed deadline (`DeadlineExceeded`) at which the error is raised; -1 means a tenth of the workers."""
 
     watchdog_s: float = 0.0
     """Seconds without a finished closure after which all stacks are logged; 0 disables this."""

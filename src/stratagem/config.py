@@ -366,7 +366,7 @@ class ClusterOptions:
     """Seconds between attempts to reconnect to a lost worker; a fork server needs about 0.1 s."""
 
     membership_s: float = 1.0
-    """Seconds between calls of the resolver to find workers that joined or left; 0: never call it."""
+    """Seconds between calls of the resolver to find workers that joined or left; 0: never look for them."""
 
     queue_limit: int = 262_144
     """Queued closures at which `schedule` waits; 0 means no limit."""

@@ -489,7 +489,7 @@ def train_decoder(strategy, *, clear):
 
 
 def test_the_state_that_every_step_starts_anew_may_be_dropped_at_its_end(pair):
-    with pytest.raises(ReplicaError, match="begins with a new value, .* set it to None"):
+    with pytest.raises(ReplicaError, match=r"begins with a new value, .* set it to None"):
         train_decoder(pair, clear=False)
     plain = train_decoder(sg.OneDeviceStrategy("cpu:0"), clear=True)
     for mine, one in zip(train_decoder(pair, clear=True), plain, strict=True):

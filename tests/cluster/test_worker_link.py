@@ -100,7 +100,7 @@ class Peer:
 
 
 def opened() -> messages.Message:
-    return messages.WorkerOpened(task="/job:worker/task:4", pid=1)
+    return messages.WorkerOpened()
 
 
 @pytest.fixture

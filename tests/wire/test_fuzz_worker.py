@@ -98,7 +98,7 @@ UNEXPECTED: list[messages.Message] = [
     messages.Hello(task="fuzz"),
     messages.Ping(),
     messages.AskStats(),
-    messages.WorkerOpened(task="x", pid=1),
+    messages.WorkerOpened(process="x"),
     messages.Finished(closure=1, value=_PACKED),
     messages.LogLine(level=10, logger="x", text="y"),
     messages.Write(

@@ -30,8 +30,6 @@ class Welcome(Message, frozen=True):
     `process`: identifies the process to tasks on the same host (`process_probe.py`).
     """
 
-    task: str
-    pid: int
     life: str
     shares_memory: bool = True
     frame_bytes: int = 1 << 30

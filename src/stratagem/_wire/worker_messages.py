@@ -27,12 +27,9 @@ class OpenWorker(Message, frozen=True):
 
 
 class WorkerOpened(Message, frozen=True):
-    """Answer to OpenWorker."""
+    """Answer to OpenWorker. `process`: identifies the process to a coordinator on the same host (`process_probe.py`)."""
 
-    task: str
-    pid: int
     process: str = ""
-    """Identifies the process to a coordinator on the same host (`process_probe.py`)."""
 
 
 class Define(Message, frozen=True):

@@ -10,7 +10,6 @@ A worker unpickles what its coordinator sends; the coordinator has proved the cl
 from __future__ import annotations
 
 import math
-import os
 import queue
 import random
 import time
@@ -266,7 +265,7 @@ class CoordinatorSession:
             return None
         self.channel.reply(
             self._opening,
-            messages.WorkerOpened(task=self._worker.task, pid=os.getpid(), process=own_process()),
+            messages.WorkerOpened(process=own_process()),
         )
         return self._views
 

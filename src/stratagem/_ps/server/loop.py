@@ -235,8 +235,6 @@ class ParameterServer(Owner):
     def welcome(self) -> messages.Welcome:
         """Return the answer to a Hello."""
         return messages.Welcome(
-            task=self.task,
-            pid=os.getpid(),
             life=self.life,
             shares_memory=self._shared,
             frame_bytes=self._options.limits.frame_bytes,

@@ -172,11 +172,9 @@ class ParameterServer(Owner):
                 now = time.monotonic()
                 if now < self._next_facts:
                     continue
-                for name, shard, lease_s in self._sessions.expired(now):
-                    reason = f"its coordinator has been gone for {lease_s:g} s"
-                    backup = self._sessions.get(name, shard)
-                    is_backup = backup is not None and backup.is_backup
-                    self._end_session(name, reason, shard=shard if is_backup else None)
+                for one in self._sessions.expired(now):
+                    reason = f"its coordinator has been gone for {one.lease_s:g} s"
+                    self._end_session(one.name, reason, shard=one.shard if one.is_backup else None)
                 self._publish_facts()
         finally:
             self._replication.abandon()  # the backups stay
@@ -447,8 +445,7 @@ class ParameterServer(Owner):
         """Free a backup whose primary was closed."""
         session = connection.session
         if session is not None and session.is_backup and connection.memories is not None:
-            shard, _ = self._sessions.lease_of(session)
-            self._end_session(session.name, "its primary closed it", shard=shard)
+            self._end_session(session.name, "its primary closed it", shard=session.shard)
             if not self._sessions.shards(session.name):
                 self._jobs.forget(session.name)
 

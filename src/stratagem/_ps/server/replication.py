@@ -105,11 +105,10 @@ class Replication:
             self._end_link(session.link, "the coordinator ended it")
         if not message.address:
             return messages.Ok()
-        shard, lease_s = self._sessions.lease_of(session)
         channel = connect(
             message.address,
             key=self._key,
-            peer=f"the backup of shard {shard} at {message.address}",
+            peer=f"the backup of shard {session.shard} at {message.address}",
             timeout_s=answer_limit_s(),
         )
         try:
@@ -123,9 +122,9 @@ class Replication:
         self._selector.register(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         opening = messages.OpenReplica(
             session=session.name,
-            shard=shard,
+            shard=session.shard,
             view=message.view,
-            lease_s=lease_s,
+            lease_s=session.lease_s,
             instance=connection.instance,
             epoch=connection.epoch,
         )
@@ -188,12 +187,11 @@ class Replication:
 
     def _give_way(self, session: Session) -> None:
         """Free a shard that its backup has taken over; its clients look for the new primary."""
-        shard, _ = self._sessions.lease_of(session)
-        why = f"another server has taken shard {shard} of {session.name} over"
+        why = f"another server has taken shard {session.shard} of {session.name} over"
         _log.warning("%s frees what it has: %s", self._task, why)
         self.detach(session, why)
         self.closing([session])
-        self._sessions.close(session.name, shard)
+        self._sessions.close(session.name, session.shard)
 
     def _pump(self, link: BackupLink) -> None:
         if link.failure:
@@ -219,7 +217,7 @@ class Replication:
         if link.failure:
             return
         self._selector.unregister(link.channel)
-        name, shard = link.session.name, self._sessions.lease_of(link.session)[0]
+        name, shard = link.session.name, link.session.shard
         _log.log(level, "%s lost the backup of shard %d of %s: %s", self._task, shard, name, reason)
         error = ConnectionLost(f"the backup of shard {shard} was lost: {reason}")
         for one in link.fail(reason):
@@ -277,7 +275,7 @@ class Replication:
             if not link.failure and link.silent_s(now) > self._silence_limit_s:
                 self._break(link, f"it has not answered for {link.silent_s(now):.0f} s")
         self.unlinked = tuple(
-            (link.session.name, self._sessions.lease_of(link.session)[0], link.session.view)
+            (link.session.name, link.session.shard, link.session.view)
             for link in self._links
             if link.failure
         )
@@ -339,10 +337,9 @@ class Replication:
 
     def _renew(self, connection: DataConnection, session: Session) -> Session:
         """Begin a backup anew, on the same link."""
-        shard, lease_s = self._sessions.lease_of(session)
-        self._sessions.close(session.name, shard)
+        self._sessions.close(session.name, session.shard)
         opening = messages.OpenReplica(
-            session=session.name, shard=shard, view=session.view, lease_s=lease_s
+            session=session.name, shard=session.shard, view=session.view, lease_s=session.lease_s
         )
         connection.session = self._sessions.open_backup(opening, link=connection)
         return connection.session

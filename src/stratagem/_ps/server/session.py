@@ -6,7 +6,7 @@ Knows the store, shared memory and messages, but no socket, thread or clock. `lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -68,12 +68,20 @@ class Session:
         self,
         name: str,
         *,
+        shard: int = -1,
+        lease_s: float = 60.0,
         budget: Budget,
         optimizer_modules: Sequence[str] = (),
         shared_memory: bool = True,
         access: CheckpointAccess | None = None,
     ) -> None:
         self.name = name
+        self.shard = shard
+        """Which server's part of a session with backups; -1 without backups."""
+        self.lease_s = lease_s
+        self.owners: set[Hashable] = set()
+        """Connections that keep the session alive (`session_table.py`)."""
+        self.orphaned_at: float | None = None
         self._shared_memory = shared_memory
         self._arena = Arena(budget)
         self._places: dict[int, tuple[shm.Segment, int, int]] = {}  # segment, offset, bytes

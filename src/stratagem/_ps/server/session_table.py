@@ -22,16 +22,6 @@ SESSION_LIMIT: Final = 256
 """Strategies at one time; a cluster is shared by a handful."""
 
 
-class _Lease:
-    """A session and the connections that keep it alive."""
-
-    def __init__(self, session: Session, lease_s: float) -> None:
-        self.session = session
-        self.lease_s = lease_s
-        self.owners: set[Hashable] = set()
-        self.orphaned_at: float | None = None
-
-
 @final
 class SessionTable:
     """The sessions of one server by name.
@@ -43,7 +33,7 @@ class SessionTable:
         <Session 's': 0 variables, 0 bytes, 0 writes>
         >>> sessions.leave("chief", 100.0)
         >>> sessions.expired(104.0), sessions.expired(106.0)
-        ([], [('s', -1, 5.0)])
+        ([], [<Session 's': 0 variables, 0 bytes, 0 writes>])
         >>> sessions.close_all()
     """
 
@@ -61,7 +51,7 @@ class SessionTable:
         self._optimizer_modules = optimizer_modules
         self._shared_memory = shared_memory
         self._access = access
-        self._leases: dict[tuple[str, int], _Lease] = {}  # by name and shard; -1 without backups
+        self._sessions: dict[tuple[str, int], Session] = {}  # by name and shard
 
     def open(self, message: messages.OpenSession, *, owner: Hashable) -> Session:
         """Return a new session, or one that exists, with one more owner.
@@ -70,64 +60,54 @@ class SessionTable:
             MemoryError: there are too many.
             NotFoundError: it is a backup.
         """
-        key = message.session, message.shard
-        lease = self._leases.get(key)
-        if lease is None:
-            lease = self._leases[key] = _Lease(self._new(message.session), message.lease_s)
-        elif lease.session.is_backup:
-            raise self._absent(*key, "is a backup there")
-        lease.owners.add(owner)
-        lease.orphaned_at = None
-        return lease.session
+        session = self.get(message.session, message.shard)
+        if session is None:
+            session = self._new(message)
+        elif session.is_backup:
+            raise self._absent(message.session, message.shard, "is a backup there")
+        session.owners.add(owner)
+        session.orphaned_at = None
+        return session
 
     def open_backup(self, message: messages.OpenReplica, *, link: Hashable) -> Session:
         """Return a new backup of a shard; the caller has closed what was here before."""
-        session = self._new(message.session)
+        session = self._new(message)
         session.is_backup, session.is_complete, session.view = True, False, message.view
-        lease = self._leases[message.session, message.shard] = _Lease(session, message.lease_s)
-        lease.owners.add(link)
+        session.owners.add(link)
         return session
 
-    def _new(self, name: str) -> Session:
-        if len(self._leases) >= SESSION_LIMIT:
+    def _new(self, message: messages.OpenSession | messages.OpenReplica) -> Session:
+        if len(self._sessions) >= SESSION_LIMIT:
             raise MemoryError(
-                f"{self._task} already serves {len(self._leases)} sessions, which is its limit: "
+                f"{self._task} already serves {len(self._sessions)} sessions, which is its limit: "
                 f"close strategies that are not used any more"
             )
-        return Session(
-            name,
+        session = Session(
+            message.session,
+            shard=message.shard,
+            lease_s=message.lease_s,
             budget=self._budget,
             optimizer_modules=self._optimizer_modules,
             shared_memory=self._shared_memory,
             access=self._access,
         )
-
-    def lease_of(self, session: Session) -> tuple[int, float]:
-        """Return the shard that a session is, and its lease in seconds."""
-        return next(
-            (shard, lease.lease_s)
-            for (_, shard), lease in self._leases.items()
-            if lease.session is session
-        )
+        self._sessions[message.session, message.shard] = session
+        return session
 
     def add_owner(self, name: str, owner: Hashable) -> None:
         """Let one more connection keep a session alive."""
-        for lease in self._owned(name):
-            lease.owners.add(owner)
-            lease.orphaned_at = None
+        for session in self._owned(name):
+            session.owners.add(owner)
+            session.orphaned_at = None
 
     def own_alone(self, name: str, owner: Hashable, lease_s: float) -> None:
         """Let only this connection keep a session alive from now on."""
-        for lease in self._owned(name):
-            lease.owners, lease.lease_s, lease.orphaned_at = {owner}, lease_s, None
+        for session in self._owned(name):
+            session.owners, session.lease_s, session.orphaned_at = {owner}, lease_s, None
 
-    def _owned(self, name: str) -> list[_Lease]:
-        """Return the leases that a coordinator keeps alive; primaries keep those of backups."""
-        return [
-            lease
-            for (one, _), lease in self._leases.items()
-            if one == name and not lease.session.is_backup
-        ]
+    def _owned(self, name: str) -> list[Session]:
+        """Return the sessions that a coordinator keeps alive; primaries keep those of backups."""
+        return [one for one in self.shards(name).values() if not one.is_backup]
 
     def find(self, name: str, shard: int = -1) -> Session:
         """Return a session that exists and is no backup; NotFoundError otherwise."""
@@ -138,12 +118,11 @@ class SessionTable:
 
     def get(self, name: str, shard: int) -> Session | None:
         """Return a session, also if it is a backup, or None."""
-        lease = self._leases.get((name, shard))
-        return None if lease is None else lease.session
+        return self._sessions.get((name, shard))
 
     def shards(self, name: str) -> dict[int, Session]:
         """Return all shards of a session that are here, backups included."""
-        return {shard: one.session for (known, shard), one in self._leases.items() if known == name}
+        return {one.shard: one for one in self._sessions.values() if one.name == name}
 
     def _absent(self, name: str, shard: int, why: str) -> NotFoundError:
         what = f"session {name!r}" if shard < 0 else f"shard {shard} of session {name!r}"
@@ -154,38 +133,38 @@ class SessionTable:
 
     def leave(self, owner: Hashable, now: float) -> None:
         """Note that a connection is gone; sessions without an owner start to expire."""
-        for lease in self._leases.values():
-            if owner in lease.owners:
-                lease.owners.discard(owner)
-                if not lease.owners:
-                    lease.orphaned_at = now
+        for session in self._sessions.values():
+            if owner in session.owners:
+                session.owners.discard(owner)
+                if not session.owners:
+                    session.orphaned_at = now
 
-    def expired(self, now: float) -> list[tuple[str, int, float]]:
-        """Return names, shards and leases of sessions whose owner has been gone for too long."""
+    def expired(self, now: float) -> list[Session]:
+        """Return the sessions whose owner has been gone for too long."""
         return [
-            (name, shard, lease.lease_s)
-            for (name, shard), lease in self._leases.items()
-            if lease.orphaned_at is not None and now - lease.orphaned_at > lease.lease_s
+            one
+            for one in self._sessions.values()
+            if one.orphaned_at is not None and now - one.orphaned_at > one.lease_s
         ]
 
     def close(self, name: str, shard: int | None = None) -> list[Session]:
         """Close a session, or one shard of it, and free its variables; return what was closed."""
-        keys = [key for key in self._leases if key[0] == name and shard in (None, key[1])]
-        closed = [self._leases.pop(key).session for key in keys]
+        keys = [key for key in self._sessions if key[0] == name and shard in (None, key[1])]
+        closed = [self._sessions.pop(key) for key in keys]
         for session in closed:
             session.close()
         return closed
 
     def close_all(self) -> None:
-        for name, _ in list(self._leases):
+        for name, _ in list(self._sessions):
             self.close(name)
 
     def sessions(self) -> list[Session]:
-        return [lease.session for lease in self._leases.values()]
+        return [*self._sessions.values()]
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self._sessions)
 
     @override
     def __repr__(self) -> str:
-        return f"<SessionTable of {self._task}: {len(self._leases)} sessions>"
+        return f"<SessionTable of {self._task}: {len(self._sessions)} sessions>"

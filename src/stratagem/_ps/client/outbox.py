@@ -80,10 +80,7 @@ class Outbox:
         self._writer = writer
         self._incarnation = incarnation
         self._may_share = may_share
-        self.destinations = [
-            Destination(one.task, False, one.frame_bytes, one.names, narrow_dtype())
-            for one in connections
-        ]
+        self.destinations: list[Destination] = []  # of the servers of which `share_memory` was told
         self.buffers = SendBuffers()
         for index, one in enumerate(connections):
             one.segments = self.buffers.refs
@@ -261,16 +258,11 @@ class Outbox:
         return not self._unacknowledged
 
     def share_memory(self, server: int, *, allowed: bool) -> None:
-        """Find out whether a server can map this client's memory; `allowed`: whether it wants to."""
-        connection = self._connections[server]
-        self.destinations[server] = Destination(
-            connection.task,
-            allowed and self._may_share,
-            connection.frame_bytes,
-            connection.names,
-            narrow_dtype(),
-        )
-        if allowed and self._may_share:
+        """Find out whether a server can map this client's memory; `allowed`: whether it wants to. Called for each server in order."""
+        one, shares = self._connections[server], allowed and self._may_share
+        made = Destination(one.task, shares, one.frame_bytes, one.names, narrow_dtype())
+        self.destinations.append(made)
+        if shares:
             self.buffers.prepare()
             self._announce(server)
 

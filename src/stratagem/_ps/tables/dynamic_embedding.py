@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,21 +11,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stratagem._core.key_index import KEY, KINDS, ORDERS, PROTECTED, KeyRule
-from stratagem._core.key_map import Ints
 from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows, LocalKeys
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._wire.shm import zeros_apart, zeros_on_disk
 
+if TYPE_CHECKING:
+    from stratagem._ps.client.remote_keys import RemoteKeys
+
 _SEEDS = 1 << 62
 _PAGE_ROWS = 1 << 16
-
-
-class _Keys(Protocol):
-    """Keys of a table on parameter servers."""
-
-    def rows(self, rule: KeyRule, keys: Ints, *, create: bool, epoch: int) -> Ints: ...
-    def pages(self) -> Iterator[tuple[Tensor, Tensor]]: ...
-    def __len__(self) -> int: ...
 
 
 class DynamicTable(nn.Module):
@@ -385,8 +379,8 @@ def _memory(part: KeyedPart, width: int, dtype: torch.dtype) -> Tensor:
     return make((part.rule.rows, width), dtype)
 
 
-def _keys_of(weight: Any) -> _Keys:
-    return cast("_Keys", weight.source.keys)
+def _keys_of(weight: Any) -> RemoteKeys:
+    return cast("RemoteKeys", weight.source.keys)
 
 
 def _settings(rule: KeyRule) -> list[tuple[str, Any]]:

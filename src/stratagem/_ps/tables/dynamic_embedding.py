@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,6 @@ from stratagem._core.key_index import KEY, KINDS, ORDERS, PROTECTED, KeyRule
 from stratagem._ps.tables.keyed_rows import KeyedPart, KeyedRows, LocalKeys
 from stratagem._ps.tables.table_parameter import TableParameter
 from stratagem._wire.shm import zeros_apart, zeros_on_disk
-
-if TYPE_CHECKING:
-    from stratagem._ps.client.remote_keys import RemoteKeys
 
 _SEEDS = 1 << 62
 _PAGE_ROWS = 1 << 16
@@ -379,8 +376,9 @@ def _memory(part: KeyedPart, width: int, dtype: torch.dtype) -> Tensor:
     return make((part.rule.rows, width), dtype)
 
 
-def _keys_of(weight: Any) -> RemoteKeys:
-    return cast("RemoteKeys", weight.source.keys)
+def _keys_of(weight: Any) -> Any:
+    """Return the keys of a table on parameter servers (`RemoteKeys`, of a package above)."""
+    return weight.source.keys
 
 
 def _settings(rule: KeyRule) -> list[tuple[str, Any]]:

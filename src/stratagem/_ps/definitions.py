@@ -50,11 +50,6 @@ HOOKS: Final = frozenset({*HOOK_MARKS, *STEP_HOOKS, *GRADIENT_HOOKS})
 
 
 @dataclass(frozen=True, slots=True)
-class StrategyDefinition:
-    """The strategy itself; the worker's setup holds everything about it."""
-
-
-@dataclass(frozen=True, slots=True)
 class ParameterDefinition:
     """A module's parameter."""
 

@@ -77,20 +77,6 @@ def settings_of(optimizer: Optimizer) -> dict[int, dict[str, Setting]]:
     }
 
 
-def made_with(optimizer: Optimizer) -> dict[str, Setting]:
-    """Return the arguments of its constructor; a class may use them beside those of its groups.
-
-    Arguments that are not plain data are left out: every group has its own.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.zeros(1))
-        >>> made_with(torch.optim.SGD([weight], lr=0.1))["momentum"]
-        0
-    """
-    return plain_settings(optimizer.defaults)
-
-
 def plain_settings(values: Mapping[str, Any]) -> dict[str, Setting]:
     """Return the values that can be sent to servers."""
     return {key: _as_plain(value) for key, value in values.items() if _is_plain(value)}

@@ -133,7 +133,7 @@ class ObjectHandles:
         """Return what a worker needs to rebuild the object of a token, in order."""
         kind, _ = token
         if kind in ("strategy", "counters"):
-            return (definitions.StrategyDefinition(),)
+            return ()  # every worker has its own from the start
         obj = self._objects[token]
         if isinstance(obj, CoordinatorParameter | CoordinatorBuffer):
             return self._define_tensor(token, obj)

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from stratagem._ps.optimizer_settings import (
     can_send_state,
     constructor_arguments,
-    made_with,
     own_attributes,
     plain_settings,
     sequences_as_tuples,
@@ -157,7 +156,10 @@ def _construct(optimizer: Optimizer, parameters: Sequence[tuple[int, nn.Paramete
     ]
     kind = type(optimizer)
     try:
-        made = kind(groups, **constructor_arguments(kind, {**attributes, **made_with(optimizer)}))
+        made = kind(
+            groups,
+            **constructor_arguments(kind, {**attributes, **plain_settings(optimizer.defaults)}),
+        )
     except Exception as error:
         raise UnsupportedOptimizer(
             f"parameter servers cannot construct {_name(optimizer)}: {type(error).__name__}: {error}. "

@@ -33,7 +33,6 @@ from stratagem._ps.coordinator.optimizer_trial import (
 from stratagem._ps.optimizer_settings import (
     WHOLE_TENSOR_OPTIMIZERS,
     is_known_class,
-    made_with,
     own_attributes,
     plain_settings,
     rows_suffice,
@@ -76,7 +75,9 @@ class OptimizersOnServers:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         if is_new and self._variables.job is not None:
             self._variables.job.match_optimizer(number, name)
-        defaults, attributes = made_with(optimizer), plain_settings(own_attributes(optimizer))
+        # A class may use the arguments of its constructor beside those of its groups.
+        defaults = plain_settings(optimizer.defaults)
+        attributes = plain_settings(own_attributes(optimizer))
         servers = range(len(self._variables.client.tasks))
         for server in servers:
             groups = []
@@ -190,21 +191,10 @@ class OptimizersOnServers:
         return result
 
     def _watch(self, optimizer: Optimizer) -> None:
-        keep_state_with(optimizer, _Keeper(self))
-        reference = weakref.ref(self)
-
-        def fetch(optimizer: Optimizer) -> None:
-            me = reference()
-            if me is not None:
-                me.bring(optimizer)
-
-        def send(optimizer: Optimizer) -> None:
-            me = reference()
-            if me is not None and not me._variables.closed:
-                me._send_state(optimizer, _all_managed(optimizer))
-
-        optimizer.register_state_dict_pre_hook(fetch)
-        optimizer.register_load_state_dict_post_hook(send)
+        keeper = _Keeper(self)
+        keep_state_with(optimizer, keeper)
+        optimizer.register_state_dict_pre_hook(keeper.bring)
+        optimizer.register_load_state_dict_post_hook(keeper.send)
 
     def _fetch_state(
         self, optimizer: Optimizer, all_managed: Sequence[CoordinatorParameter]
@@ -261,6 +251,11 @@ class _Keeper:
         found = self._optimizers()
         if found is not None:
             found.bring(optimizer)
+
+    def send(self, optimizer: Optimizer) -> None:
+        found = self._optimizers()
+        if found is not None and not found._variables.closed:
+            found._send_state(optimizer, _all_managed(optimizer))
 
     def step(self, optimizer: Optimizer, real: Callable[[], Any]) -> Any:
         found = self._optimizers()

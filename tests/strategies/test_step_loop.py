@@ -217,3 +217,15 @@ def test_bad_arguments_are_refused_at_the_call(step: Any, steps: Any, kind: Any)
     """Not at the first iteration."""
     with pytest.raises(kind):
         sg.OneDeviceStrategy("cpu:0").run_steps(step, [], steps=steps)
+
+
+def test_a_loop_that_never_begins_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """`run_steps` is a generator: without a loop around it, nothing trains."""
+    strategy = sg.OneDeviceStrategy("cpu:0")
+    for _ in strategy.run_steps(len, [[1], [2]]):
+        break
+    assert list(strategy.run_steps(len, [[1], [2]])) == [1, 1]
+    assert caplog.messages == []
+    strategy.run_steps(len, [[1], [2]])
+    assert len(caplog.messages) == 1
+    assert "no step has run" in caplog.messages[0]

@@ -187,7 +187,7 @@ class Strategy(Owner):
         """
         if not isinstance(args, tuple | list):
             raise ValueError(
-                f"args={args!r:.200} has type {type(args).__name__}: expected a tuple or list of positional "
+                f"args={args!r:.40} has type {type(args).__name__}: expected a tuple or list of positional "
                 "arguments, such as args=(batch,)."
             )
         return self._call_for_each_replica(fn, args, kwargs)
@@ -208,7 +208,7 @@ class Strategy(Owner):
             steps: stop after this many batches; None: use all of them.
         """
         step_loop.check_arguments(step, steps)
-        return self._run_steps(step, dataset, steps)
+        return step_loop.reminding(self._run_steps(step, dataset, steps))
 
     @final
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:

@@ -7,10 +7,12 @@ worker of a parameter-server cluster. Both yield the results in batch order.
 from __future__ import annotations
 
 import itertools
+import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sized
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 
@@ -20,6 +22,8 @@ from stratagem.errors import ClosureCancelled, EndOfData
 
 if TYPE_CHECKING:
     from stratagem._strategies.base import Strategy
+
+_log = logging.getLogger("stratagem.strategies")
 
 Step = Callable[[Any], Any]
 
@@ -68,6 +72,24 @@ def check_arguments(step: object, steps: object) -> None:
         raise ValueError(
             f"steps={steps!r} is not a number of steps: expected 0 or more, or None for all batches."
         )
+
+
+def reminding(results: Iterator[Any]) -> Iterator[Any]:
+    """Return the results; log a warning if the program never asks for the first one: no step has run then."""
+
+    def loop() -> Iterator[Any]:
+        reminder.detach()
+        yield from results
+
+    found = loop()
+    reminder = weakref.finalize(found, _log.warning, _UNUSED)
+    return found
+
+
+_UNUSED: Final = (
+    "run_steps() was called, but no step has run: the program did not ask for its results. Write "
+    "`for result in strategy.run_steps(step, dataset): ...` or `list(strategy.run_steps(step, dataset))`."
+)
 
 
 def run_here(strategy: Strategy, step: Step, dataset: Any, steps: int | None) -> Iterator[Any]:

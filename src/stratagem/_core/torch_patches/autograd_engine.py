@@ -45,9 +45,9 @@ from stratagem._core.torch_patches.compiling import eagerly
 from stratagem.errors import ForeignParameterError
 
 REMEDY = (
-    "Create the model inside `with strategy.scope():` (one made elsewhere: make it a submodule of one "
-    "created there; a bare tensor: make it an nn.Parameter of an nn.Module created there), so that "
-    "each replica gets its own view of it and gradients are aggregated; or train it outside run()."
+    "Create the model inside `with strategy.scope():`, so that each replica gets its own view of the parameter and "
+    "gradients are aggregated. A model that was created elsewhere can be made a submodule of one that is created there; "
+    "a bare tensor can be made an nn.Parameter of such a module. Or train it outside run()."
 )
 
 KINDS_KEPT = 256

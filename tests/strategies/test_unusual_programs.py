@@ -138,6 +138,41 @@ def test_servers_know_the_attributes_of_a_users_optimizer(cluster, partitioner):
     assert_same_here_and_there(program, cluster, partitioner)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_servers_make_numbers_of_the_state_with_the_programs_default_dtype(
+    cluster, partitioner, kind
+):
+    """These classes keep numbers in tensors of the default dtype: products of betas, rates."""
+
+    def program(run):
+        with run.scope():
+            model = nn.Linear(4, 2)
+            optimizer = kind(model.parameters(), lr=0.1)
+        step = training(model, optimizer)
+        x, y = torch.ones(3, 4), torch.zeros(3, 2)
+        for _ in range(3):
+            run.call(step, x, y)
+        return dict(model.state_dict()), {
+            number: {key: value.dtype for key, value in one.items()}
+            for number, one in optimizer.state_dict()["state"].items()
+        }
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(7)
+        weights, dtypes = program(Here)
+        with (
+            sg.ParameterServerStrategy(cluster.resolver, partitioner) as strategy,
+            sg.ClusterCoordinator(strategy) as coordinator,
+        ):
+            torch.manual_seed(7)
+            found, kinds = program(OnServers(strategy, coordinator))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, weights, rtol=1e-14, atol=1e-14)
+    assert kinds == dtypes
+
+
 # ------------------------------------------------------------------ who steps, and who has the state
 
 

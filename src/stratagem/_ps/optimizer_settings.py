@@ -8,8 +8,9 @@ steps of its worker, and a change on the coordinator the functions scheduled lat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem._core.row_optimizers import ROW_OPTIMIZERS
+from stratagem._wire.codec import dtype_from, dtype_name
 from stratagem._wire.messages import Setting
 from stratagem.errors import UnsupportedOptimizer
 
@@ -173,10 +175,34 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+DEFAULT_DTYPE: Final = "_default_dtype"
+"""Among the attributes that servers get: the program's default dtype, if it is not float32."""
+
 # Attributes that `Optimizer.__init__`, LR schedulers and we set on every object.
 KEPT_BY_TORCH = frozenset(
-    {*dir(Optimizer), "defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured"}
-)
+    {
+        *dir(Optimizer), "defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured", DEFAULT_DTYPE,
+    }
+)  # fmt: skip
+
+
+def attributes_for_servers(optimizer: Optimizer) -> dict[str, Setting]:
+    """Return what servers must know of an optimizer beside its groups and the arguments of its constructor."""
+    found = plain_settings(own_attributes(optimizer))
+    if torch.get_default_dtype() is not torch.float32:
+        found[DEFAULT_DTYPE] = dtype_name(torch.get_default_dtype())
+    return found
+
+
+@contextmanager
+def default_dtype(attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Make new tensors with the default dtype of the program that has the optimizer: classes keep numbers in them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype_from(attributes.get(DEFAULT_DTYPE, "float32")))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def constructor_arguments(kind: type[Optimizer], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from stratagem._ps.coordinator.optimizer_trial import (
 )
 from stratagem._ps.optimizer_settings import (
     WHOLE_TENSOR_OPTIMIZERS,
+    attributes_for_servers,
     is_known_class,
-    own_attributes,
     plain_settings,
     rows_suffice,
     settings_of,
@@ -77,7 +77,7 @@ class OptimizersOnServers:
             self._variables.job.match_optimizer(number, name)
         # A class may use the arguments of its constructor beside those of its groups.
         defaults = plain_settings(optimizer.defaults)
-        attributes = plain_settings(own_attributes(optimizer))
+        attributes = attributes_for_servers(optimizer)
         servers = range(len(self._variables.client.tasks))
         for server in servers:
             groups = []

@@ -30,9 +30,11 @@ from typing_extensions import override
 
 from stratagem._ps.malloc import give_back_freed_memory
 from stratagem._ps.optimizer_settings import (
+    DEFAULT_DTYPE,
     KEPT_BY_TORCH,
     can_send_state,
     constructor_arguments,
+    default_dtype,
     is_known_class,
     plain_settings,
     rows_suffice,
@@ -157,7 +159,8 @@ class ServerOptimizer:
         self._group_of = {
             number: index for index, group in enumerate(groups) for number in group.variables
         }
-        with StateApart():
+        self.has_dtype = DEFAULT_DTYPE in attributes
+        with StateApart(), default_dtype(attributes):
             self._optimizer: Any = self._class(
                 [
                     {
@@ -179,14 +182,15 @@ class ServerOptimizer:
 
     @contextmanager
     def settings(self, changes: Mapping[int, Hyperparameters]) -> Iterator[None]:
-        """Give groups (by their number) other settings while the context is open."""
+        """Give groups (by their number) other settings while the context is open, and torch the program's default dtype."""
         before = []
         try:
             for index, values in changes.items():
                 group = self._optimizer.param_groups[index]
                 before.append((group, {key: group.get(key, _ABSENT) for key in values}))
                 group.update(sequences_as_tuples(values))
-            yield
+            with default_dtype(self._made_from[2]):
+                yield
         finally:
             for group, own in before:
                 group.update(own)

@@ -269,7 +269,8 @@ class VariableStore:
             for gradient in gradients:
                 rows_only = stepper.touches_rows_only(gradient)
                 self.before_write(gradient.variable, gradient.ids if rows_only else None)
-        with stepper.settings(settings) if settings else nullcontext():
+        as_given = not settings and not stepper.has_dtype
+        with nullcontext() if as_given else stepper.settings(settings or {}):
             first = stepper.unstepped(gradients)
             if first:
                 self._budget.check(stepper.expected_bytes(first))

@@ -189,6 +189,34 @@ def test_a_server_that_cannot_be_restored_raises(tmp_path: Path) -> None:
                     cluster._tasks.wait_restarted("ps:1", pid, 60.0)
 
 
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_server_whose_newest_checkpoint_is_damaged(tmp_path: Path) -> None:
+    """The error names the file; the next run restores the newest intact checkpoint."""
+    with LocalCluster(workers=1, ps=2) as cluster:
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            mine = Counters(strategy)
+            with sg.CheckpointManager(mine.checkpoint(second=mine.second), tmp_path) as manager:
+                for step in (3, 6):
+                    mine.run(coordinator, 3)
+                    manager.save(step, wait=True)
+                for file in manager.latest.path.glob("*.distcp"):
+                    file.write_bytes(bytes(file.stat().st_size))
+                pid = cluster.pid("ps", 1)
+                cluster.kill_ps(1)
+                with pytest.raises(ParameterServerLost, match=r"\.distcp is damaged.*[^.]\. Start"):
+                    mine.run(coordinator, 50)
+                cluster._tasks.wait_restarted("ps:1", pid, 60.0)
+        strategy = sg.ParameterServerStrategy(cluster.resolver)
+        with strategy, ClusterCoordinator(strategy, options=OPTIONS) as coordinator:
+            mine = Counters(strategy)
+            with sg.CheckpointManager(mine.checkpoint(second=mine.second), tmp_path) as manager:
+                assert manager.restore_or_initialize() == 3
+                mine.run(coordinator, 1)
+                assert mine.first.numpy().tolist() == mine.second.numpy().tolist() == [4.0] * 3
+
+
 class MovingResolver(SimpleClusterResolver):
     """Resolver of a cluster whose addresses change."""
 

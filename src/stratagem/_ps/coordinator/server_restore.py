@@ -288,7 +288,7 @@ def lost_error(task: str, reason: str, names: dict[int, str]) -> ParameterServer
     """Return the error about a server that cannot be restored."""
     held = sorted(names.values())
     return ParameterServerLost(
-        f"parameter server {task} {reason}. Start it again, create a new strategy and restore the "
+        f"parameter server {task} {reason.removesuffix('.')}. Start it again, create a new strategy and restore the "
         "last checkpoint.",
         task=task,
         variables=held,

@@ -290,10 +290,6 @@ class MappedSegment(_Mapping):
         super().__init__(number, memory)
         self._private = private
 
-    def version(self, offset: int) -> int:
-        """Return the version of the entry whose data is at `offset`, after its last finished write."""
-        return self.counter(offset) >> 1
-
     def read_whole(self, live: Tensor, offset: int, *, attempts: int = 8) -> Tensor | None:
         """Return a consistent copy; None if writes came too often, so that the owner must be asked."""
         for _ in range(attempts):

@@ -121,11 +121,6 @@ class Cut(Owner):
             self.tensors.clear()
             self._changed.notify_all()
 
-    @property
-    def is_closed(self) -> bool:
-        """True if the cut was given up."""
-        return self._closed
-
     def lock(self) -> threading.Condition:
         """Return the lock of all tensors."""
         return self._changed

@@ -115,12 +115,7 @@ class KeptRows:
         if kernels is not None:
             kernels.put_kept_rows(first, last, self._at, tensor, self._row_bytes[tensor], rows)
             return
-        units = np.arange(first >> self._unit_bits, -(-last >> self._unit_bits))
-        found = self._places[units]
-        for wanted, block, kept in self._pieces(units[found > 0], found[found > 0]):
-            inside = (wanted >= first) & (wanted < last)
-            values = take_rows(self._blocks[block][tensor], _tensor(kept[inside]))
-            put_rows(rows, _tensor(wanted[inside] - first), values)
+        self.put_back_ids(tensor, torch.arange(first, last), rows)
 
     def put_back_ids(self, tensor: int, ids: Tensor, rows: Tensor) -> None:
         """Put the copies of some rows of a tensor into `rows`, which are those; `ids` ascend."""

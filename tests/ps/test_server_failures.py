@@ -238,7 +238,7 @@ def test_writes_stay_unacknowledged_when_ctrl_c_ends_the_wait(
         thread = threading.Thread(target=ctrl_c, name="test-ctrl-c")
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            client.wait_for_writes(timeout_s=LIMIT_S)
+            client.wait_for_writes()
         thread.join(LIMIT_S)
         assert not client.outbox.is_idle
         batch = client.batch()
@@ -287,7 +287,7 @@ def test_ctrl_c_at_any_instant_loses_no_write_and_repeats_none(
                 try:
                     try:
                         armed.set()
-                        client.wait_for_writes(timeout_s=LIMIT_S)
+                        client.wait_for_writes()
                     finally:
                         armed.clear()
                 except KeyboardInterrupt:  # also one that strikes before `clear`

@@ -180,17 +180,12 @@ class Channel(Owner):
         """Send a message that has no reply."""
         self._send(frames.NOTIFY, 0, message, buffers, timeout_s)
 
-    def notify_all(
-        self,
-        batch: Iterable[tuple[Message, Sequence[Buffer]]],
-        *,
-        timeout_s: float | None = None,
-    ) -> None:
+    def notify_all(self, batch: Iterable[tuple[Message, Sequence[Buffer]]]) -> None:
         """Send several messages that have no reply, with few system calls."""
         with self._send_lock:
             for message, buffers in batch:
                 self._stream.append(frames.NOTIFY, 0, message, buffers)
-            self._drain(timeout_s)
+            self._drain(None)
 
     def try_notify(self, message: Message) -> bool:
         """Send a message without waiting; False if another thread sends, or the socket takes nothing.

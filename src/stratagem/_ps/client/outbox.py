@@ -193,9 +193,7 @@ class Outbox:
             self._interrupted()
             raise
 
-    def wait(
-        self, *, timeout_s: float | None = None, half: int | None = None
-    ) -> dict[tuple[int, int], int]:
+    def wait(self, *, half: int | None = None) -> dict[tuple[int, int], int]:
         """Take in acknowledgements, oldest first; return the versions of the variables written.
 
         `half`: only until no write reads this half of the send buffers.
@@ -210,7 +208,7 @@ class Outbox:
             while self._unacknowledged if half is None else self._in_half[half]:
                 write = self._unacknowledged[0]
                 try:
-                    self._take_reply(write, versions, timeout_s)
+                    self._take_reply(write, versions)
                 except Exception as error:  # noqa: BLE001 - raised when all replies are here
                     self._after(error)
                     if write.closure != self._closure and write.closure is not None:
@@ -235,7 +233,7 @@ class Outbox:
             if not self._connections[write.server].is_answered(write.pending):
                 return
             try:
-                self._take_reply(write, {}, None)
+                self._take_reply(write, {})
             except Exception as error:  # noqa: BLE001 - kept for its closure
                 self._after(error)
                 if write.closure is not None:
@@ -336,11 +334,9 @@ class Outbox:
         if not self._unacknowledged:
             self.buffers.release_retired()
 
-    def _take_reply(
-        self, write: _Write, versions: dict[tuple[int, int], int], timeout_s: float | None
-    ) -> None:
+    def _take_reply(self, write: _Write, versions: dict[tuple[int, int], int]) -> None:
         server = write.server
-        frame = self._connections[server].collect(write.pending, timeout_s=timeout_s)
+        frame = self._connections[server].collect(write.pending)
         reply = frame.message
         if not isinstance(reply, messages.Written):
             raise ProtocolError(f"a write was answered by {type(reply).__name__}")

@@ -289,7 +289,7 @@ class PsClient(Owner):
             if not self.discards_writes:
                 self.outbox.send(batch, reads, place)
 
-    def wait_for_writes(self, *, timeout_s: float | None = None) -> dict[tuple[int, int], int]:
+    def wait_for_writes(self) -> dict[tuple[int, int], int]:
         """Wait until every write is acknowledged.
 
         Returns:
@@ -303,7 +303,7 @@ class PsClient(Owner):
             KeyboardInterrupt: Ctrl-C; the writes stay unacknowledged, and the next call waits for them.
         """
         with self._lock:
-            return {} if self.outbox.is_idle else self.outbox.wait(timeout_s=timeout_s)
+            return {} if self.outbox.is_idle else self.outbox.wait()
 
     def progress(self) -> None:
         """Take in acknowledgements that have arrived, without waiting for a server or a thread."""

@@ -52,7 +52,6 @@ class WorkerVariables:
 
     Args:
         client: this worker's connections to the servers.
-        registry: of the metrics; staleness is the distribution ``ps.staleness``.
         is_sole: whether the cluster has no other worker, so that functions may write trained parameters.
         rounds: servers make the steps at the end of synchronous rounds.
         replicas: number of replicas that a function runs on.
@@ -61,7 +60,6 @@ class WorkerVariables:
     def __init__(
         self,
         client: PsClient,
-        registry: metrics.Registry | None = None,
         *,
         is_sole: bool = False,
         rounds: bool = False,
@@ -87,12 +85,11 @@ class WorkerVariables:
         # Gradients of several replicas are written into the leaves at each step.
         compares = not self._is_replicated
         self._round = RoundSteps(self._dense, self._tables, compares=compares) if rounds else None
-        counting = metrics if registry is None else registry
-        self._staleness = counting.distribution("ps.staleness")
-        self._push_time = counting.timer("ps.push")
-        self._acknowledge_time = counting.timer("ps.acknowledge")  # a part of ps.push
-        self._wait_time = counting.timer("ps.wait")
-        self._refresh_time = counting.timer("ps.refresh")
+        self._staleness = metrics.distribution("ps.staleness")
+        self._push_time = metrics.timer("ps.push")
+        self._acknowledge_time = metrics.timer("ps.acknowledge")  # a part of ps.push
+        self._wait_time = metrics.timer("ps.wait")
+        self._refresh_time = metrics.timer("ps.refresh")
 
     # -------------------------------------------------------------- parameters and buffers
 

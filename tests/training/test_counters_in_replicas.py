@@ -153,6 +153,19 @@ def by_local_variable(holder, x):
     return holder.steps
 
 
+def by_local_variable_in_dict(holder, x):
+    before = holder.calls["n"]
+    holder.calls["n"] = before + 1
+    return holder.calls["n"]
+
+
+def by_changed_local_variable(holder, x):
+    steps = holder.steps
+    steps += 1
+    holder.steps = steps
+    return holder.steps
+
+
 def swapped(holder, x):
     holder.steps, holder.pos = holder.pos + 1, holder.steps
     return holder.steps + 2 * holder.pos
@@ -161,7 +174,7 @@ def swapped(holder, x):
 MOVES = [
     by_helper, by_helper_of_helper, by_global_in_helper, by_stride, in_class, default_of_class, in_dict, in_dict_by_get,
     in_global_dict, in_dict_by_helper, in_large_dict, in_list, in_counter, in_slots, in_namespace,
-    by_local_variable, swapped,
+    by_local_variable, by_local_variable_in_dict, by_changed_local_variable, swapped,
 ]  # fmt: skip
 
 
@@ -260,6 +273,39 @@ def test_a_counter_that_depends_on_rows_is_refused_if_the_step_uses_it(pair, pla
             attribute if place == "attribute" else item, args=(sg.PerReplica(list(X.split(3))),)
         )
     assert holder.steps == holder.calls["n"] == 0
+
+
+def test_a_number_that_a_local_variable_carries_is_refused_if_it_depends_on_rows(pair):
+    """It was the last replica's, without an error."""
+    holder = Holder()
+
+    def step(x):
+        rows = holder.rows
+        scaled = x * rows
+        holder.rows = rows + int(100 * x[0, 0])
+        return scaled.sum()
+
+    with pytest.raises(
+        ReplicaError, match=r"Holder\.rows differs between the replicas(.|\n)*all_gather"
+    ):
+        pair.run(step, args=(sg.PerReplica(list(X.split(3))),))
+    assert holder.rows == 0
+
+
+def test_a_time_that_every_step_replaces_is_no_error(pair):
+    """The trainer of minGPT keeps when the last step began, and how long it took."""
+    trainer, clock = types.SimpleNamespace(time=0.0, took=0.0), iter(range(1, 100))
+
+    def step(x):
+        now = float(next(clock))
+        trainer.took = now - trainer.time
+        trainer.time = now
+        scaled = x * trainer.took
+        return scaled.sum()
+
+    for _ in range(3):
+        pair.run(step, args=(sg.PerReplica(list(X.split(3))),))
+    assert trainer.time == 6.0
 
 
 def test_an_average_for_a_log_in_a_dict_is_no_error(pair):

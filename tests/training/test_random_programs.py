@@ -29,6 +29,7 @@ S.a{n} = (S.a{n} + S.stride) % 7
 S.a{n} = S.a{n} + 1 if S.a{n} < 2 else 0
 S.a{n} += 1 if S.stride > 2 else 2
 before = S.a{n}; S.a{n} = before + 1
+before = S.d['k{n}'] * 2; before = before % 5; S.d['k{n}'] = before + 1
 S.a{n}, S.b{n} = S.b{n}, S.a{n}
 S.a{n} = S.b{n} = S.a{n} + 1
 S.a{n} += S.b{n}; S.b{n} = S.a{n} - S.b{n}

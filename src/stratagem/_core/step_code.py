@@ -48,6 +48,9 @@ ANY: Final = ("any key",)
 _ASYNC: Final = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Flags of code that is not read: no step awaits it (`async_functions.py`)."""
 
+_INDEXED: Final = "[]"
+"""Marks a name of which only an item is read."""
+
 _ADDING: Final = ("+", "+=", "-", "-=")
 _GLOBALS: Final = ("LOAD_GLOBAL", "LOAD_NAME")
 _STORES: Final = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME")
@@ -142,6 +145,9 @@ class _Reader:
         self._is_inner = is_inner
         self._read: set[str] = set()
         self._replaced: set[str] = set()
+        # What the value of a local variable was computed from; the variables whose values depend on no other ones.
+        self._origins: dict[str, frozenset[str]] = {}
+        self._plain: set[str] = set()
         self._cells = frozenset(code.co_cellvars)
         self._loops = loops_of(code)
         statements = statements_of(code)
@@ -199,11 +205,17 @@ class _Reader:
         stored = self._name(root) if root.opname in _STORES else None
         own = None if stored is None or stored[0] == "@" else stored
         mine = [one for one, name in loads.items() if name == own and one.opname != "LOAD_METHOD"]
-        changed, kind = own, None
         # What has items is no number.
         indexed = {one.parts[0] for one in nodes if one.opname.startswith("BINARY_S")}
-        if own is not None and not indexed.issuperset(mine):
-            kind = self._kind(statement, self._added(statement, mine), root.parts[-1])
+        names = [name + _INDEXED * (one in indexed) for one, name in loads.items()]
+        origins = frozenset(names).union(*map(self._origins_of, names))
+        if root.opname.startswith("STORE_") and self._is_local(root):
+            self._assign(root, nodes, origins)
+        changed, kind = own, None
+        is_carried = not mine and own in origins
+        if own is not None and (is_carried or not indexed.issuperset(mine)):
+            added = self._added(statement, mine)
+            kind = self._kind(statement, added, root.parts[-1], self._carriers_of(own))
             self._found.numbers[own] |= {kind}
             if any(one.opname == "BINARY_OP" and one.argval in _ADDING for one in nodes):
                 self._found.counted.add(own)
@@ -217,6 +229,28 @@ class _Reader:
             if own in self._read and own not in self._replaced:
                 self._found.carried.add(own)
             self._replaced.add(own)
+
+    def _origins_of(self, name: str) -> frozenset[str]:
+        return self._origins.get(name, frozenset())
+
+    def _carriers_of(self, name: str) -> set[str]:
+        """Return the local variables that are computed from this name, or its items, alone."""
+        wanted = {name, name + _INDEXED}
+        return {one for one in self._plain if not wanted.isdisjoint(self._origins_of(f"@{one}"))}
+
+    def _assign(self, root: CodeNode, nodes: Sequence[CodeNode], origins: frozenset[str]) -> None:
+        """Note what the value of a local variable is computed from: ``n = self.n`` before ``self.n = n + 1``."""
+        value, name = root.parts[0], str(root.argval)
+        in_loop = any(one.opname == "FOR_ITER" for one in nodes)
+        self._origins[f"@{name}"] = frozenset() if in_loop else origins
+        known = {"self", *self._plain}
+        locals_ = [one for one in nodes if self._is_local(one) and one is not root]
+        if value.opname in ("LOAD_ATTR", "BINARY_SUBSCR") or all(
+            one.argval in known for one in locals_
+        ):
+            self._plain.add(name)
+        else:
+            self._plain.discard(name)
 
     # -------------------------------------------------------------- numbers
 
@@ -232,21 +266,28 @@ class _Reader:
         value, container, key = statement.root.parts
         container = _first(container)
         nodes = list(nodes_of(value))
+        whole, is_direct = self._name(container) or LOCAL, True
         if _augmented(value):
             added = self._added(statement, [value.parts[0]])
         elif all((one.opname, one.argval) != (container.opname, container.argval) for one in nodes):
-            return None, None
+            origins = frozenset[str]().union(*map(self._origins_of, self._names(nodes)))
+            if origins.isdisjoint({whole, whole + _INDEXED}):
+                return None, None
+            added, is_direct = None, False
         else:
             operations = [one for one in nodes if one.opname == "BINARY_OP"]
             single = len(operations) == 1 and operations[0].argval in _ADDING
             added = operations[0].parts[1] if single else None
         place = nodes_of(container, key)
         ignored = {str(one.argval) for one in place if self._is_local(one)}
+        if not is_direct:
+            ignored |= self._carriers_of(whole)
         kind = self._kind(statement, added, container, ignored)
-        name = self._name(container) or LOCAL
+        if not is_direct and kind != "moves":
+            return None, None  # perhaps a sum: the next replica reads what this one has written
         constant: Hashable = key.argval if key.opname == "LOAD_CONST" else ANY
-        self._found.items[LOCAL if name[:1] == "@" else name, constant] |= {kind}
-        return name, kind
+        self._found.items[LOCAL if whole[:1] == "@" else whole, constant] |= {kind}
+        return whole, kind
 
     def _kind(
         self,

@@ -143,7 +143,7 @@ def test_closing_a_session_the_servers_have_ended_does_not_raise(
     train(coordinator, model, optimizer)
     strategy = coordinator.strategy
     client = strategy._variables.client
-    client._ask(0, messages.CloseSession(session=strategy._session))  # as when its lease runs out
+    client.ask(0, messages.CloseSession(session=strategy._session))  # as when its lease runs out
     coordinator.close()
     assert strategy._variables.closed
     if not client._shares_reads[0]:

@@ -31,6 +31,12 @@ class Holder:
         self.rows = 0
         self.calls = {"n": 0, "rows": 0, "rate": 1.0}
 
+    def move(self):
+        self.__count()
+
+    def __count(self):
+        self.steps += 1
+
 
 @dataclasses.dataclass(slots=True)
 class Slots:
@@ -166,6 +172,11 @@ def by_changed_local_variable(holder, x):
     return holder.steps
 
 
+def by_private_method(holder, x):
+    holder.move()
+    return holder.steps
+
+
 def swapped(holder, x):
     holder.steps, holder.pos = holder.pos + 1, holder.steps
     return holder.steps + 2 * holder.pos
@@ -174,7 +185,7 @@ def swapped(holder, x):
 MOVES = [
     by_helper, by_helper_of_helper, by_global_in_helper, by_stride, in_class, default_of_class, in_dict, in_dict_by_get,
     in_global_dict, in_dict_by_helper, in_large_dict, in_list, in_counter, in_slots, in_namespace,
-    by_local_variable, by_local_variable_in_dict, by_changed_local_variable, swapped,
+    by_local_variable, by_local_variable_in_dict, by_changed_local_variable, by_private_method, swapped,
 ]  # fmt: skip
 
 

@@ -410,4 +410,5 @@ def _names_out(constant: Any) -> bool:
 
 def may_be_called(code: types.CodeType) -> bool:
     """Return whether a step may call a function by name or by calling its object: not ``__eq__`` of a dataclass."""
-    return not code.co_name.startswith("__") or code.co_name == "__call__"
+    name = code.co_name  # of a private method as written: ``__update``
+    return not (name.startswith("__") and name.endswith("__")) or name == "__call__"

@@ -356,3 +356,44 @@ def test_numbers_of_classes_and_in_slots_are_set_aside(pair, holder):
         return model, step, lambda: holder.gain
 
     assert_same(pair, program)
+
+
+class AverageMeter:
+    """The meter of PyTorch's ImageNet example: adds up tensors, and has a method for several processes."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.val = self.avg = self.sum = self.count = 0
+
+    def update(self, val, n=1):
+        self.val = val
+        self.sum += val * n
+        self.count += n
+        self.avg = self.sum / self.count
+
+    def reduce_over_processes(self):
+        total = torch.tensor([self.sum, self.count])
+        self.sum, self.count = total.tolist()
+        self.avg = self.sum / self.count
+
+
+def test_a_meter_adds_up_tensors_over_the_replicas(pair):
+    with pair.scope():
+        model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter, expected = AverageMeter(), AverageMeter()
+
+    def step(batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch), batch[:, :2]).backward()
+        optimizer.step()
+        meter.update(batch[:, 0].mean(), len(batch))
+
+    batches = [torch.arange(20.0).reshape(5, 4) + number for number in range(5)]
+    list(pair.run_steps(step, batches))
+    for batch in batches:
+        expected.update(batch[:, 0].mean(), len(batch))
+    assert meter.count == expected.count == 25
+    torch.testing.assert_close(meter.sum, expected.sum)

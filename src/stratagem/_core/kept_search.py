@@ -115,8 +115,30 @@ class Search:
             named = found if holds else [table.get(name, _NOTHING) for _, table in writing]
             place.is_moved = any("moves" in kinds for kinds in named)
             place.by_memory = any("data" in names for names, _ in naming)
-            if name in self._own.carried and "binds" in place.kinds:
+            if "binds" in place.kinds and self._is_carried(place):
                 place.kinds |= {"moves"}
+
+    def _is_carried(self, place: Place) -> bool:
+        """Return whether code reads a place and then replaces it; of a sum, code that other code names."""
+        if place.name not in self._own.carried or place.kinds.isdisjoint({"adds", "grows"}):
+            return place.name in self._own.carried
+        return any(
+            self._is_named(one) for one in self._own_codes if place.name in changes_in(one).carried
+        )
+
+    def _numbers(self, name: str) -> Kinds:
+        """Return how code changes a number; of a sum, code that other code names."""
+        kinds = self._own.numbers.get(name, _NOTHING)
+        if "adds" not in kinds or kinds == {"adds"}:
+            return kinds
+        each = [(code, changes_in(code).numbers.get(name, _NOTHING)) for code in self._own_codes]
+        counts = [one for code, one in each if "adds" in one or (one and self._is_named(code))]
+        return _NOTHING.union(*counts)
+
+    def _is_named(self, code: types.CodeType) -> bool:
+        """Return whether a step may call a function of a sum: no method for several processes, as meters have."""
+        others = (one for one in self._own_codes if one is not code)
+        return code is self._step or any(code.co_name in _names(one) for one in others)
 
     def _find_changes(self) -> None:
         """Find the numbers that the user's code changes, and the results that it carries to the next step."""
@@ -124,7 +146,7 @@ class Search:
         # The step's own code counts more than methods that it may never call, such as a loop over all batches.
         step = changes_in(self._step) if self._step else Changes()
         for place in self._with_number:
-            kinds = own.numbers.get(place.name, _NOTHING)
+            kinds = self._numbers(place.name)
             if step.numbers.get(place.name, _NOTHING) == _MOVES:
                 kinds -= {"adds", "varies"}
             # A flag is shared: ``if not self.is_built: self.build(); self.is_built = True``.

@@ -226,7 +226,7 @@ class _Reader:
             self._read.update(loads.values(), self._names(nodes_of(*statement.waiting)))
         self._tensors(statement, own, moves=kind == "moves", computed=bool(mine))
         if own is not None:
-            if own in self._read and own not in self._replaced:
+            if own in self._read and own not in self._replaced and kind != "adds":
                 self._found.carried.add(own)
             self._replaced.add(own)
 

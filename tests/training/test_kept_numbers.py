@@ -397,3 +397,23 @@ def test_a_meter_adds_up_tensors_over_the_replicas(pair):
         expected.update(batch[:, 0].mean(), len(batch))
     assert meter.count == expected.count == 25
     torch.testing.assert_close(meter.sum, expected.sum)
+
+
+def test_calling_a_method_of_the_name_is_no_use_of_a_meter(pair):
+    """`accuracy` of PyTorch's ImageNet example calls ``.sum()`` and scales a local variable in place."""
+    with pair.scope():
+        model = nn.Linear(4, 2)
+    meter = AverageMeter()
+
+    def accuracy(output, target):
+        correct = output.argmax(1).eq(target)
+        return correct.float().sum(0, keepdim=True).mul_(100.0 / len(target))
+
+    def step(batch):
+        meter.update(accuracy(model(batch), (batch[:, 0] > 8).long())[0], len(batch))
+
+    batches = [torch.arange(20.0).reshape(5, 4) + number for number in range(5)]
+    list(pair.run_steps(step, batches))
+    seen, targets = torch.cat(batches), torch.cat(batches)[:, 0] > 8
+    right = (model(seen).argmax(1) == targets).float().mean()
+    torch.testing.assert_close(meter.avg, 100 * right)

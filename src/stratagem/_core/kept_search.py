@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem._core.fingerprints import PLAIN, names_of
 from stratagem._core.installed import is_installed
+from stratagem._core.instructions import instructions_of
 from stratagem._core.kept_places import NUMBERS, Place
 from stratagem._core.managed import find_managed
 from stratagem._core.step_code import (
@@ -101,7 +102,9 @@ class Search:
     def _find_writes(self) -> None:
         """Find out how the tensors are written."""
         writing = [
-            (_names(code), table) for code in self._codes if (table := changes_in(code).tensors)
+            (_values_named(code), table)
+            for code in self._codes
+            if (table := changes_in(code).tensors)
         ]
         self.writes = bool(writing)
         anything = frozenset(kind for _, table in writing for kind in table.get(LOCAL, ()))
@@ -334,6 +337,14 @@ def _names(code: types.CodeType) -> frozenset[str]:
     """Return the names of attributes, globals and closure variables in code."""
     inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
     return frozenset({*names_of(code), *code.co_freevars}).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _values_named(code: types.CodeType) -> frozenset[str]:
+    """Return the names of attributes, globals and closure variables in code, without those of methods that it calls."""
+    read = {one.argval for one in instructions_of(code) if one.opname != "LOAD_METHOD"}
+    inner = (_values_named(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return (_names(code) & read).union(*inner)
 
 
 def _is_ours(kind: type[Any]) -> bool:

@@ -226,10 +226,21 @@ def test_absurd_messages_at_a_worker(target: Target) -> None:
                 pass  # it had read the last of them, and hung up
             for name, count in read_to_end(channel).items():
                 answers[name] = answers.get(name, 0) + count
-    # Every Recall is answered, closures are reported as failed, nothing else was made of them.
+    # Every Recall is answered; closures fail, unless the session ends before they start; nothing else was made of them.
     assert set(answers) <= {"Beat", "Failed", "Returned"}
     assert answers["Returned"] > ABSURD_MESSAGES // 10
-    assert answers["Failed"] > 0  # a session that ends drops the closures that have not started
+
+
+def test_a_closure_of_an_unknown_function_fails(target: Target) -> None:
+    """The worker reports it and goes on."""
+    with open_life(target.address) as channel:
+        for closure in (1, 2):
+            channel.notify(messages.Run(closure=closure, function=DIGEST))
+            report = next_report(channel).message
+            assert isinstance(report, messages.Failed)
+            assert report.closure == closure
+        channel.notify(messages.Leave())
+        read_to_end(channel)
 
 
 def test_half_frames_are_waited_for_without_harm(target: Target) -> None:

@@ -46,8 +46,8 @@ from stratagem.errors import ForeignParameterError
 
 REMEDY = (
     "Create the model inside `with strategy.scope():`, so that each replica gets its own view of the parameter and "
-    "gradients are aggregated. A model that was created elsewhere can be made a submodule of one that is created there; "
-    "a bare tensor can be made an nn.Parameter of such a module. Or train it outside run()."
+    "gradients are aggregated. If a library creates the model, make it a submodule of one that is created there; if it "
+    "is a bare tensor, make it an nn.Parameter of an nn.Module that is created there. Or train it outside run()."
 )
 
 KINDS_KEPT = 256
